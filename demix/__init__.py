@@ -1,9 +1,10 @@
 """demix: language models made of domain experts (Gururangan et al. 2021, "DEMix Layers").
 
-`demix.load` opens a model and `demix.open_run` a run; `demix.api` describes them. These names load when they are used.
+`demix.load` opens a model and `demix.open_run` a run; `demix.api` describes them. They are imported when they are first
+used.
 """
 
-# The name tells type checkers what `typing.TYPE_CHECKING` does; `typing` would be most of the time of an import.
+# Type checkers treat this name like `typing.TYPE_CHECKING`. Importing `typing` would be most of the import time.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from demix.api import NextToken, OpenedModel, OpenedRun, TextFigures, TokenScores, load, open_run

@@ -1,10 +1,10 @@
-"""What a program may build on: a model, and a run, from Python (`demix.load`, `demix.open_run`).
+"""The public Python API: a model (`demix.load`) and a run (`demix.open_run`).
 
-The names that `demix` lists, and their attributes without a leading underscore, change as semantic versioning has it:
-all else in demix is internal. A text is a string, or a `Path` for a file. It is a text of its own after
-`<|endoftext|>`, and one that is longer than the model's context is cut into consecutive blocks, as in scoring
-(docs/explanation/demix-layers.md). Axes: N tokens of a text, E experts, V types. Numbers are those of the command that
-a method names. Bad input raises `DemixError`, whose text is one line.
+The names that `demix` lists, and their attributes without a leading underscore, follow semantic versioning. Everything
+else in demix is internal. A text is a string, or a `Path` for a file. Each text is preceded by `<|endoftext|>`; a text
+that is longer than the model's context is cut into consecutive blocks, as in scoring
+(docs/explanation/demix-layers.md). Axes: N tokens of a text, E experts, V vocabulary entries. Methods return the same
+numbers as the command that their description names. Bad input raises `DemixError`, whose text is one line.
 """
 
 import io
@@ -43,11 +43,12 @@ def load(
     device: str | None = "cpu",
     tokenizer: str | Path | None = None,
 ) -> "OpenedModel":
-    """Open the model in the folder `model`, such as results/<run>/models/<model>, with `experts` (by default all).
+    """Open the model in the folder `model`, such as results/<run>/models/<model>, with `experts` (default: all).
 
-    `device` is `cpu`, where the commands compute, `cuda`, `cuda:<number>`, or None for the GPU where there is one.
-    `tokenizer` is a tokenizer.json; by default that of the model's folder or its run. Raises DemixError for a folder
-    without a model, an unknown expert, and a model that mixes no experts (masked, or with domain tokens).
+    `device` is `cpu` (as in `demix eval` and `demix generate`), `cuda`, `cuda:<number>`, or None for a GPU if there is
+    one. `tokenizer` is a tokenizer.json; by default the one in the model's folder or its run. Raises DemixError for a
+    folder without a model, an unknown expert, and a model whose experts cannot be mixed (masked, or with domain
+    tokens).
     """
     directory, place = Path(model), None if tokenizer is None else Path(tokenizer)
     where = device_named(device)
@@ -57,7 +58,7 @@ def load(
 
 
 def open_run(run: str | Path) -> "OpenedRun":
-    """Open the run in the folder `run`, results/<run>, finished or under way. Raises DemixError for no such run."""
+    """Open the run in the folder `run`, results/<run>; it need not be finished. Raises DemixError if there is none."""
     from demix.query.ask import named_runs
 
     (found,) = named_runs([Path(run)])
@@ -66,12 +67,12 @@ def open_run(run: str | Path) -> "OpenedRun":
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """The N tokens of a text under E experts and their mixture, in nats.
+    """The scores of the N tokens of a text under E experts and their mixture, in nats.
 
-    `tokens` are their texts; a character comes with the token that holds its last UTF-8 byte. `ids` [N] int64 are
-    their numbers. `log_probabilities` [N, E] are log p of each token under each of `experts`, `weights` [N, E] the
-    experts' weights that predicted the token (each row adds up to 1), and `mixture` [N] log p under the mixture, all
-    float64. All follow from the tokens before.
+    `tokens` are the tokens' texts; a character belongs to the token with its last UTF-8 byte. `ids` [N] int64 are their
+    ids. `log_probabilities` [N, E] are log p of each token under each of `experts`, `weights` [N, E] the experts'
+    weights when the token was predicted (each row sums to 1), and `mixture` [N] log p under the mixture, all float64.
+    All are computed from only the tokens before.
     """
 
     experts: tuple[str, ...]
@@ -88,7 +89,7 @@ class TokenScores:
 
     @property
     def table(self) -> "pd.DataFrame":
-        """A row for each token: the token, log p under the mixture, and under each expert log p and its weight."""
+        """One row per token: the token, log p under the mixture, and for each expert log p and weight."""
         import pandas as pd
 
         by_expert = {"log p": self.log_probabilities, "weight": self.weights}
@@ -106,11 +107,11 @@ class TokenScores:
 
 @dataclass(frozen=True, eq=False)
 class NextToken:
-    """What may follow a text.
+    """The distribution of the token that follows a text.
 
-    `log_probabilities` [V] float64 are log p in nats of every type of the tokenizer under the mixture; `weights` [E]
-    are those of `experts` (they add up to 1); `types` [V] are the texts of the types, bytes that are not UTF-8 as
-    U+FFFD.
+    `log_probabilities` [V] float64 are log p in nats of every vocabulary entry under the mixture; `weights` [E] are
+    those of `experts` (they sum to 1); `types` [V] are the texts of the vocabulary entries, with U+FFFD for bytes that
+    are not UTF-8.
     """
 
     experts: tuple[str, ...]
@@ -132,7 +133,7 @@ class NextToken:
 
 @dataclass(frozen=True)
 class TextFigures(OwnText):
-    """What `demix eval` prints of a text, with the fields of its `--json`; `print` shows it as the command does.
+    """The results of `demix eval` for a text, with the fields of its `--json`; `print` shows them like the command.
 
     A perplexity is per token, `bits_per_byte` per byte of UTF-8, `behind` in nats per token; see
     `demix.evaluate.own_text.ExpertLine` and docs/how-to/eval-and-generate.md.
@@ -140,7 +141,7 @@ class TextFigures(OwnText):
 
     @property
     def table(self) -> "pd.DataFrame":
-        """The mixtures, then the experts, the best first, by name: their figures, NaN where a line has none."""
+        """The results by name: mixtures, then experts from the best on; NaN for a missing value."""
         import pandas as pd
 
         rows = [{"of": "mixture", **vars(line)} for line in self.mixtures]
@@ -163,12 +164,12 @@ class TextFigures(OwnText):
 
 @dataclass(frozen=True, eq=False)
 class OpenedModel:
-    """A model with the `experts` that its mixtures are made of, from `demix.load`.
+    """A model and its `experts`, from `demix.load`.
 
-    `experts`, in the methods, are those to mix, by default all; the others have the weight 0. `weights` is the rule for
-    the weights and `prior` the prior, named as in `demix generate`. Rules: `tempered` with the parameters that were
-    chosen for the model, `switching`, `history`, `released`, `cluster`, `cluster+history`, `average`. Priors:
-    `uniform`, `updating`, weights (`law=2,news=1`), or a domain of the run.
+    In the methods, `experts` are the experts to mix (default: all); the others have weight 0. `weights` is the mixing
+    rule and `prior` the prior, named as in `demix generate`. Rules: `tempered` with the parameters that were chosen for
+    the model, `switching`, `history`, `released`, `cluster`, `cluster+history`, `average`. Priors: `uniform`,
+    `updating`, weights (`law=2,news=1`), or a domain of the run.
     """
 
     folder: Path
@@ -186,9 +187,10 @@ class OpenedModel:
         weights: str = "tempered",
         prior: str = "",
     ) -> list[TokenScores]:
-        """The tokens of each text, or of the only one, under every expert and the mixture. Texts are scored together.
+        """Score the tokens of one text, or of each of several, under every expert and the mixture.
 
-        The log p of a text add up to that of `demix lm-eval` for whole texts. Raises DemixError for an empty text.
+        Several texts are scored together. The sum of a text's log p equals that of `demix lm-eval` for whole texts.
+        Raises DemixError for an empty text.
         """
         mixture = self._mixture(experts, weights, prior)
         given = [texts] if isinstance(texts, str | Path) else list(texts)
@@ -211,7 +213,7 @@ class OpenedModel:
         weights: str = "tempered",
         prior: str = "",
     ) -> NextToken:
-        """What may follow a text, which may be empty: the distribution that `demix generate` samples from."""
+        """The distribution after a text (which may be empty), from which `demix generate` samples."""
         decoder = self._mixture(experts, weights, prior).after(self.tokenizer, whole_text(text))
         types = tuple(piece.decode(errors="replace") for piece in self.tokenizer.vocabulary.pieces)
         log_p = decoder.next_log_probabilities()[0].double().cpu().numpy()
@@ -229,11 +231,10 @@ class OpenedModel:
         top_p: float = 0.95,
         seed: int = 1,
     ) -> TokenScores:
-        """Continue a text by at most `tokens` tokens, as `demix generate`: `str` of the answer is the continuation.
+        """Continue a text by at most `tokens` tokens, like `demix generate`; `str` of the result is the continuation.
 
-        `temperature` 0 chooses the likeliest token; sampling is from the likeliest tokens that together have the
-        probability `top_p`. The log-probabilities are those of the experts and the mixture, before temperature and
-        `top_p`.
+        `temperature` 0 chooses the likeliest token. Sampling uses only the likeliest tokens whose total probability is
+        `top_p`. The returned log-probabilities are those before temperature and `top_p`.
         """
         refuse_outside(
             tokens=(tokens, 1, 2**31), temperature=(temperature, 0, 100), top_p=(top_p, 0.001, 1), seed=(seed, 0, 2**62)
@@ -248,10 +249,10 @@ class OpenedModel:
         return TokenScores(self.experts, pieces, ids, log_p, np.exp(log_g), np.logaddexp.reduce(log_g + log_p, axis=-1))
 
     def eval(self, text: Text, *, field: str = "text") -> TextFigures:
-        """What `demix eval` prints of a text, or of a file of documents in any format that the command reads.
+        """Evaluate a text, or a file of documents in any format that `demix eval` reads, like that command.
 
-        `field` holds the text in a file of records. As in training and scoring, and unlike in `score`, each document
-        begins with an `<|endoftext|>` that is a token of the text.
+        `field` is the field with the text in a file of records. As in training and scoring, and unlike in `score`, each
+        document begins with an `<|endoftext|>` that counts as a token of the text.
         """
         return TextFigures(**vars(self._judge.result(text, self._judge.read(text, field))))
 
@@ -265,7 +266,7 @@ class OpenedModel:
 
 @dataclass(frozen=True, eq=False)
 class OpenedRun:
-    """A run, from `demix.open_run`. Files are read when they are asked for."""
+    """A run, from `demix.open_run`. Files are read when they are needed."""
 
     folder: Path
     _run: "QueryRun" = field(repr=False)
@@ -278,7 +279,7 @@ class OpenedRun:
         return read_results(self.folder / "results.parquet").rows
 
     def sql(self, query: str) -> "pd.DataFrame":
-        """The rows that one SELECT finds, as `demix sql` does (docs/reference/sql-views.md lists the tables)."""
+        """The rows of one SELECT, as in `demix sql` (docs/reference/sql-views.md lists the tables)."""
         from demix.query.ask import Answers
         from demix.query.output import distinct
 
@@ -288,7 +289,7 @@ class OpenedRun:
 
 
 def _names(experts: Sequence[str] | None) -> list[str] | None:
-    """Names of experts. A string, whose characters would be names, is refused."""
+    """Names of experts. A string is an error, because its characters would be taken as names."""
     if isinstance(experts, str):
         raise DemixError("experts", "is a string", f'give a list of names: ["{experts}"]')
     return None if experts is None else [*experts]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 # An error may quote a value or a name of any length.
 MAX_CHARACTERS = 4000
-# The names that a message lists of those that are known.
+# The maximum number of known names that a message lists.
 MAX_NAMES = 5
 _USER = re.compile(r"(?<=://)[^/\s'\"]*@")
 _QUERY = re.compile(r"[?#][^\s?'\"<>]*=[^\s'\"<>]*")
@@ -30,16 +30,16 @@ class DemixError(Exception):
         super().__init__(printable(line if len(line) <= MAX_CHARACTERS else f"{line[:MAX_CHARACTERS]} …"))
 
     def but(self, subject: object = None, cure: str | None = None) -> "DemixError":
-        """This error with another subject or cure, where one is given."""
+        """This error with another subject or cure, if one is given."""
         return DemixError(subject or self.subject, self.cause, cure or self.cure)
 
 
 class StoppedError(DemixError):
-    """A signal ended training; the state is saved and the same command goes on from it."""
+    """A signal ended training; the state is saved, and the same command resumes from it."""
 
 
 def nearest(name: object, names: Iterable[object], otherwise: str) -> str:
-    """The cure for an unknown name: the nearest of `names` if one is near, then five of them; `otherwise` for none."""
+    """The cure for an unknown name: a similar name, if there is one, and up to five known names; else `otherwise`."""
     known = list(map(str, names))
     near = difflib.get_close_matches(str(name), known, n=1)
     if len(known) > MAX_NAMES:
@@ -51,7 +51,7 @@ def nearest(name: object, names: Iterable[object], otherwise: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""`text` with escapes such as `\x1b` in place of all characters but line ends that could control a terminal."""
+    r"""`text` with escapes such as `\x1b` for all characters that could control a terminal, except line ends."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

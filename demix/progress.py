@@ -22,8 +22,8 @@ SECONDS_BETWEEN_LINES = 10.0
 def progress(what: str, total: float | None = None, done: float = 0) -> Iterator[Callable[..., None]]:
     """Yield `advance(number=1, note="")`, to be called with the work done since the last call.
 
-    `total` is None where it is unknown. The bar is on standard error and gone at the end. A line is
-    `<what> <done>/<total>  <note>  <clock> left`, which snakemake's display of the jobs under way reads.
+    `total` is None if it is unknown. The bar is on standard error and disappears at the end. A line has the form
+    `<what> <done>/<total>  <note>  <clock> left`, which snakemake's display of running jobs reads.
     """
     if not sys.stderr.isatty():
         yield _lines(what, total, done)
@@ -42,7 +42,7 @@ def progress(what: str, total: float | None = None, done: float = 0) -> Iterator
 def followed(
     items: Iterable[T], what: str, total: int | None = None, size: Callable[[T], int] = lambda _: 1
 ) -> Iterator[T]:
-    """Give `items` one by one and show how many have been dealt with, each as much as its `size`."""
+    """Yield `items` one by one and show the progress, to which each item adds its `size`."""
     with progress(what, total) as advance:
         for item in items:
             yield item
@@ -81,7 +81,7 @@ def _lines(what: str, total: float | None, done: float) -> Callable[..., None]:
 
 @cache
 def _bars() -> "rich.progress.Progress":
-    """The one display of this process; nested work adds a bar below the outer one."""
+    """The only progress display of this process. Nested work adds a bar below the outer one."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

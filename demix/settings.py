@@ -1,8 +1,8 @@
-"""Declaring settings, and making typed objects of JSON or YAML.
+"""Declaring settings, and building typed objects from JSON or YAML.
 
-Each setting is declared once, as a field of a class of `Settings`. The field states the type, the bounds, the
-default, and a description with the unit. The sections of the config and the settings of the stages are such classes,
-which share fields by inheritance. A wrong value raises an error that names its key.
+Each setting is declared once, as a field of a subclass of `Settings`. The field has the type, the bounds, the default,
+and a description with the unit. The sections of the config and the settings of the stages are such classes, which share
+fields by inheritance. A wrong value raises an error that names its key.
 """
 
 import json
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, TypeVar
 
-# pydantic would look for plug-ins of its own in every package that is installed, which needs a tenth of a second.
+# pydantic would search every installed package for plug-ins, which needs 0.1 s.
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 from pydantic import (
@@ -51,18 +51,18 @@ def _listed(value: Any) -> tuple[Any, ...]:
 
 
 def _distinct(items: tuple[Any, ...]) -> tuple[Any, ...]:
-    # 1 and 1.0 are equal, but two values.
+    # 1 and 1.0 are equal, but count as two values.
     if len({(type(one), one) for one in items}) < len(items):
         raise ValueError("holds one value twice", "name each value once")
     return items
 
 
 def _number(value: Any) -> Any:
-    # YAML reads 1e-3 as text.
+    # YAML parses 1e-3 as text.
     return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value) else value
 
 
-# Strict types refuse 1.0e6 as a count, true as a number and .nan as a learning rate.
+# Strict types do not accept 1.0e6 as a count, true as a number or .nan as a learning rate.
 Integer = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), AllowInfNan(False), BeforeValidator(_number)]
 Text = Annotated[str, Strict()]
@@ -74,19 +74,19 @@ DistinctItems = Annotated[Items[T], AfterValidator(_distinct), Field(json_schema
 
 
 def absent() -> Any:
-    """The default of a key that settings without it stay without, as they do where it is null."""
+    """The default of a key that stays absent if it is not given or null."""
     return None
 
 
 def omitted() -> Any:
-    """The default of a key that settings without it stay without, and that says something where it is null."""
+    """The default of a key that stays absent if it is not given, but for which null is a value."""
     return None
 
 
 class Settings(BaseModel):
-    """The base of all classes of settings: frozen, strict about keys, and built when it is first used.
+    """The base of all classes of settings: frozen, strict about keys, and with checks that are built at first use.
 
-    A command uses few of the classes, whose checks need half a second to build in all.
+    Building the checks of all classes needs half a second, and a command uses few of them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=False)
@@ -97,14 +97,14 @@ class Settings(BaseModel):
         return type(self).model_validate(values | changes, by_alias=False, by_name=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """All settings by name, also those that a file is without."""
+        """All settings by name, including those that are absent in a file."""
         return self.model_dump(warnings=False)
 
     @model_serializer(mode="wrap")
     def _without_absent(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         """In JSON leave out keys that settings can be without (`absent`, `omitted`)."""
         found: dict[str, Any] = handler(self)
-        # In place of settings there may be null.
+        # There may be null instead of settings.
         declared = type(self).model_fields if isinstance(self, Settings) and info.mode == "json" else {}
         for name, field in declared.items():
             key, made = field.alias or name, field.default_factory
@@ -114,7 +114,7 @@ class Settings(BaseModel):
 
 
 class OpenSettings(Settings):
-    """Settings that may occur with keys that nothing here declares, which are left out."""
+    """Settings that may occur together with undeclared keys, which are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -138,7 +138,7 @@ def partial(name: str, /, *kinds: type[Settings], **more: Any) -> type[Any]:
 
 
 def written(given: Any) -> dict[str, Any]:
-    """Settings as they are in a file, with the defaults of those that were not given."""
+    """Settings as in a file, with defaults for those that were not given."""
     found: dict[str, Any] = given.model_dump(mode="json", by_alias=True, warnings=False)
     return found
 
@@ -146,7 +146,7 @@ def written(given: Any) -> dict[str, Any]:
 def settings_from(kind: type[S], values: Mapping[str, Any] | str, subject: str = "--settings") -> S:
     """Make an object of the settings class `kind` from a mapping or from its JSON text.
 
-    Raises DemixError that names the first wrong key below `subject` and what is allowed there. For an unknown key the
+    Raises DemixError that names the first wrong key below `subject` and its allowed values. For an unknown key, the
     error also names the nearest known one.
     """
     if isinstance(values, str):
@@ -204,7 +204,7 @@ _OF_A_KEY = ("extra_forbidden", "invalid_key", "missing")
 
 
 def _order(fault: ErrorDetails) -> tuple[list[str], int]:
-    """The sort key of a fault: its place, or the mapping around a key that is unknown or missing."""
+    """The sort key of a fault: its location, or, for an unknown or missing key, that of the mapping around it."""
     place = [str(part) for part in fault["loc"]]
     if fault["type"] in _OF_A_KEY:
         return place[:-1], _OF_A_KEY.index(fault["type"])
@@ -216,7 +216,7 @@ def _reached(
 ) -> tuple[tuple[int | str, ...], Any, dict[str, Any]]:
     """The keys of a fault's location that exist in `values`, and the value and the subschema at their end.
 
-    pydantic writes the names of types among them, and of unions the kinds.
+    pydantic's locations also contain the names of types and, for unions, the kinds.
     """
     place, found = list[int | str](), schema
     for step in location:
@@ -232,7 +232,7 @@ def _reached(
 
 
 def _inside(schema: dict[str, Any], part: dict[str, Any], step: int | str) -> dict[str, Any]:
-    """The subschema of a key, an item or a kind in another one; the other where there is none."""
+    """The subschema of a key, an item or a kind within `part`; `part` itself if there is none."""
     for choice in _choices(schema, part):
         named = choice.get("properties", {}).get(step) or choice.get("additionalProperties")
         child = choice.get("items") if isinstance(step, int) else named
@@ -242,7 +242,7 @@ def _inside(schema: dict[str, Any], part: dict[str, Any], step: int | str) -> di
 
 
 def _choices(schema: dict[str, Any], part: dict[str, Any]) -> list[dict[str, Any]]:
-    """A subschema and those that it allows a choice of."""
+    """A subschema and its alternatives."""
     return [part, *(resolved(schema, choice) for choice in part.get("anyOf", ()))]
 
 

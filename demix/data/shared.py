@@ -43,7 +43,7 @@ def made_once(
     without the run's name, `settings` (JSON), and the code of `demix.data` and `demix.files`.
 
     A reused file is a hard link with the time of the first run, or a copy if the file system has no hard links. Files
-    older than `inputs` are not used, because Snakemake does not accept them. Inputs that are `passing` are removed after
+    older than `inputs` are not used, as Snakemake does not accept them. Inputs that are `passing` are removed after
     the job, so they get the time of the files instead.
     """
     # If inputs are missing, `make` raises the error.

@@ -1,4 +1,4 @@
-"""Completions of texts by a mixture of experts, as OpenAI's API for completions asks for them."""
+"""Completions of texts by a mixture of experts, for requests in the form of OpenAI's completions API."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from demix.model.manifest import run_of
 from demix.model.scoring import columns_of
 from demix.settings import DistinctItems, Integer, Items, Number, Settings, Switch, Text
 
-# Of a prompt and of a completion, each, in tokens; a model with a longer context may have as many as that.
+# The maximum tokens of a prompt, and of a completion. For a model with a longer context, the maximum is its context.
 MAX_TOKENS = 4096
 MAX_PROMPTS = 32
 MAX_STOPS = 16
@@ -31,8 +31,8 @@ MAX_STOPS = 16
 class CompletionRequest(Settings):
     """The body of a request to /v1/completions.
 
-    Names and ranges are OpenAI's, but for `experts`, `weights`, `prior` and `by_expert`, which adds to each token what
-    the experts say of it (`by_expert_of`). The fields from `best_of` on have the one value that changes nothing.
+    Names and ranges are OpenAI's, except `experts`, `weights`, `prior` and `by_expert`, which adds the experts' scores
+    to each token (`by_expert_of`). The fields from `best_of` on accept only the value that has no effect.
     """
 
     model: Text
@@ -63,7 +63,7 @@ class CompletionRequest(Settings):
 
 @dataclass(frozen=True)
 class Opened:
-    """A model that answers requests; `weights`, `prior` and `top_k` hold where a request says nothing else."""
+    """A model that answers requests; `weights`, `prior` and `top_k` are the defaults of requests."""
 
     directory: Path
     trunks: list[GPT]
@@ -85,7 +85,7 @@ class Opened:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of a prompt, and of a completion."""
+        """The maximum number of tokens of a prompt, and of a completion."""
         return max(MAX_TOKENS, self.trunks[0].architecture.context)
 
     @cached_property
@@ -99,7 +99,7 @@ class Opened:
     def mixture(
         self, experts: Sequence[str] | None = None, weights: str | None = None, prior: str | None = None
     ) -> MixedModel:
-        """The mixture that a request asks for. Raises DemixError for an unknown expert, rule or prior."""
+        """The mixture for a request. Raises DemixError for an unknown expert, rule or prior."""
         if prior is not None and prior not in ("", *METHODS[1:3], *self.domains):
             raise DemixError("prior", f"{prior!r:.40} is not known", "use updating, uniform or a domain of the run")
         rule, known = weights or self.weights, self.prior if prior is None else prior
@@ -115,7 +115,7 @@ def opened(
     tokenizer: Path | None = None,
     device: str | None = None,
 ) -> Opened:
-    """Open the model in `directory` for requests. Raises DemixError where the rule or the prior does not fit it."""
+    """Open the model in `directory` for requests. Raises DemixError if the rule or the prior does not fit it."""
     trunks, encoder = open_model(directory, experts, tokenizer, device_named(device))
     use_one_thread(trunks)
     model = Opened(directory, trunks, encoder, tokenizer, weights, prior, top_k)
@@ -135,9 +135,9 @@ def prompts_of(model: Opened, asked: CompletionRequest) -> list[list[int]]:
 
 @dataclass
 class Part:
-    """The next token of a completion: the text that it ends, and what `by_expert_of` says of it, where it is asked for.
+    """The next token of a completion: the text that it completes, and, if requested, the result of `by_expert_of`.
 
-    `finish` says of the last part why it is the last.
+    In the last part, `finish` is the reason why the completion ended.
     """
 
     text: str = ""
@@ -180,7 +180,7 @@ def completed(model: Opened, mixture: MixedModel, asked: CompletionRequest, prom
 
 
 def _certain(text: str, stops: Sequence[str], sent: int) -> int:
-    """How much of `text`, of which `sent` characters are out, can be sent: a stop string may begin near its end."""
+    """How many characters of `text` can be sent, if `sent` are already sent: a stop string may begin near its end."""
     for place in range(max(sent, len(text) - max(map(len, stops), default=1) + 1), len(text)):
         if any(stop.startswith(text[place:]) for stop in stops):
             return place
@@ -188,10 +188,10 @@ def _certain(text: str, stops: Sequence[str], sent: int) -> int:
 
 
 def by_expert_of(scores: torch.Tensor, log_g: np.ndarray, after: np.ndarray) -> dict[str, Any]:
-    """What E experts say of N tokens, with `scores` [E, 1, N] and the weights log g [1, N, E] that predicted them.
+    """The values of E experts for N tokens, from `scores` [E, 1, N] and the weights log g [1, N, E] of each token.
 
-    `nats` [N] are those under the mixture, `expert_nats` [N, E] those under each expert, and `weights` [N + 1, E] have
-    one more row, `after` [1, E]: those that predict the next token.
+    `nats` [N] are under the mixture, `expert_nats` [N, E] under each expert, and `weights` [N + 1, E] have one more
+    row, `after` [1, E]: the weights that predict the next token.
     """
     of_experts = scores[:, 0].T.numpy()
     numbers = {

@@ -1,4 +1,4 @@
-"""What `demix serve` opens: a page at / and completions as OpenAI's API at /v1."""
+"""The server of `demix serve`: a page at /, and completions with OpenAI's API at /v1."""
 
 import asyncio
 import base64
@@ -55,13 +55,14 @@ from demix.settings import Items, Settings, Text, settings_from
 
 PAGE = Path(__file__).with_name("page.html")
 KEY = "DEMIX_API_KEY"
-# The characters of a text that are judged.
+# The maximum number of characters of a text that is evaluated.
 MAX_JUDGED = 1 << 16
-# The rules that the page offers. The first is that of `demix eval`, whose sentence the page shows. A change of experts
-# once in 100 tokens follows a text that changes its domain sooner: over twelve texts of three dev documents of the
-# sample (100 tokens each) the right expert has 80% of the weight at 5.71 nats per token, with `tempered` 56% at 5.80.
+# The rules that the page offers. The first is that of `demix eval`, whose sentence the page shows. With a change of
+# experts once in 100 tokens, `switching` follows a change of domain sooner: over twelve texts of three dev documents of
+# the sample (100 tokens each) the right expert has 80% of the weight at 5.71 nats per token; with `tempered` it has 56%
+# at 5.80.
 RULES = ("tempered", "switching(0.01)", "history", "released")
-# Those that it offers where the model's run has a clustering of its experts.
+# The rules that the page also offers if the model's run has a clustering of its experts.
 BY_CLUSTER = ("cluster", "cluster+history")
 OFFERED = (
     "this server completes texts and has no chat: use POST /v1/completions or GET /v1/models, or open the page at /"
@@ -70,7 +71,7 @@ OFFERED = (
 # One more is answered with 503.
 CONNECTIONS = 64
 MAX_BYTES = 2 << 20
-# From the start of a connection, or the end of its last answer, to the end of a request's head.
+# Maximum seconds from the start of a connection, or the end of its last answer, to the end of a request's head.
 HEAD_SECONDS = 10
 # An error may quote the request, so its line is cut to this length.
 MAX_LINE = 500
@@ -79,16 +80,16 @@ T = TypeVar("T", bound=Settings)
 
 
 class TextRequest(Settings):
-    """A request for the domain that a text is most like."""
+    """A request for the domain that is most similar to a text."""
 
     text: Annotated[Text, Field(max_length=MAX_JUDGED)]
 
 
 class MixRequest(Settings):
-    """A request to mix: a text, the experts in the mixture, and how.
+    """A request to mix experts on a text.
 
-    `weights` names the rule of the weights (`demix.model.decode.weights_of`), and `prior` is "" (the rule's default),
-    updating, uniform or a domain.
+    `weights` names the mixing rule (`demix.model.decode.weights_of`), and `prior` is "" (the rule's default), updating,
+    uniform or a domain.
     """
 
     text: Text
@@ -99,7 +100,7 @@ class MixRequest(Settings):
 
 @dataclass
 class Page:
-    """What the page is answered about a model; `last` are the text of the last request, its tokens and their scores."""
+    """The answers to the page about a model; `last` is the text of the last request, with its tokens and scores."""
 
     model: Opened
     lock: Lock = field(default_factory=Lock)
@@ -107,7 +108,7 @@ class Page:
 
     @cached_property
     def judge(self) -> Judge:
-        """What `demix eval` judges a text by. The dense model of the run is loaded for the first text."""
+        """The evaluator of `demix eval`. The run's dense model is loaded for the first text."""
         model, device = self.model, self.model.trunks[0].token_embedding.device
         path, _ = tokenizer_of(model.directory, model.tokenizer_file)
         return Judge(model.directory, model.trunks, path, device)
@@ -122,7 +123,7 @@ class Page:
             "context": self.model.trunks[0].architecture.context,
             "domains": self.model.domains,
             "weights": rules,
-            # These rules see earlier blocks, so that an updating prior would count the evidence of these twice.
+            # These rules use earlier blocks, so an updating prior would count the evidence of those twice.
             "all_text": [rule for rule in rules if "updating" in parsed_weights(rule).rules.refused],
             "heads": HEADS,
             "note": FILES_NOTE,
@@ -130,7 +131,7 @@ class Page:
         }
 
     def judged(self, asked: TextRequest) -> dict[str, Any]:
-        """What `demix eval` says of a text: sentences, its line in a table of texts, and the experts, best first."""
+        """The results of `demix eval` for a text: sentences, its line in a table of texts, and experts, best first."""
         with self.lock:
             result = self.judge.result(asked.text, self.judge.read(asked.text))
         ranked = [{"name": line.name, "nats": math.log(line.perplexity)} for line in result.ranked]
@@ -138,10 +139,10 @@ class Page:
         return dict(without_nan(found))
 
     def analysed(self, asked: MixRequest) -> dict[str, Any]:
-        """What the experts say of each token of a text (`by_expert_of`), and the tokens (`pieces`).
+        """The experts' values for each token of a text (`by_expert_of`), and the tokens (`pieces`).
 
-        `left_out` is the number of tokens beyond MAX_TOKENS. A request with the same text as the request before, but
-        another mixture, needs no forward pass.
+        `left_out` is the number of tokens beyond MAX_TOKENS. If a request has the same text as the one before, no
+        forward pass is needed for another mixture.
         """
         model, end = self.model, torch.tensor([self.model.tokenizer.end_of_text])
         mixture = model.mixture(asked.experts, asked.weights, asked.prior)
@@ -162,7 +163,7 @@ class Page:
 
 
 def refused(line: str, status: int, close: bool = False) -> Response:
-    """An error in OpenAI's form, which may `close` the connection."""
+    """An error response in OpenAI's form; with `close` the connection is closed."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     line = line[:MAX_LINE].encode(errors="replace").decode()
     error = {"message": line, "type": kind, "param": None, "code": None}
@@ -170,7 +171,7 @@ def refused(line: str, status: int, close: bool = False) -> Response:
 
 
 def refusal(request: Request | None, error: Exception) -> Response:
-    """The answer to a `request` that ended in `error`."""
+    """The response to a `request` that failed with `error`."""
     if isinstance(error, DemixError):
         return refused(str(error).removeprefix("--"), 400)
     if isinstance(error, HTTPException):
@@ -183,13 +184,13 @@ def refusal(request: Request | None, error: Exception) -> Response:
 
 
 def request_of(kind: type[T], body: bytes) -> T:
-    """The request that a body in JSON holds, in which null is as good as no key.
+    """The request in a JSON body, in which null means that the key is absent.
 
-    Raises DemixError for all else.
+    Raises DemixError for any other body.
     """
     try:
         values = json.loads(body)
-        # Surrogates without a pair end here.
+        # Unpaired surrogates are an error here.
         json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise DemixError("request", "is not JSON in valid Unicode", "send a JSON object") from None
@@ -199,7 +200,7 @@ def request_of(kind: type[T], body: bytes) -> T:
 
 
 class Completions:
-    """The answers to requests for completions, computed one at a time; others wait. None goes on once it `stops`."""
+    """Answers requests for completions one at a time; others wait. None continues when the server `stops`."""
 
     def __init__(self, model: Opened, stops: Callable[[], bool]):
         self.model, self.stops, self._free = model, stops, asyncio.Lock()
@@ -232,7 +233,7 @@ class Completions:
 
 @dataclass(frozen=True)
 class Completion:
-    """A request for completions that is understood, and the answers to it in OpenAI's form, each with `about`."""
+    """A valid request for completions, and the responses to it in OpenAI's form, each with `about`."""
 
     model: Opened
     request: CompletionRequest
@@ -242,7 +243,7 @@ class Completion:
 
     @classmethod
     def asked_for(cls, model: Opened, body: bytes) -> Self:
-        """The request in `body`. Raises DemixError or HTTPException for what `model` does not answer."""
+        """The request in `body`. Raises DemixError or HTTPException if `model` cannot answer it."""
         asked = request_of(CompletionRequest, body)
         if asked.model != model.name:
             raise HTTPException(404, f"the model {asked.model!r:.80} is not served here; ask for {model.name}")
@@ -251,14 +252,14 @@ class Completion:
         return cls(model, asked, mixture, prompts_of(model, asked), about | {"model": model.name})
 
     def whole(self, found: Sequence[Sequence[Part]]) -> dict[str, Any]:
-        """The answer as one object, whose parts are given by prompt."""
+        """The response as one object, from the parts of each prompt."""
         read, drawn = sum(map(len, self.prompts)), sum(map(len, found))
         usage = {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
         choices = [self._choice(index, parts) for index, parts in enumerate(found)]
         return self.about | {"choices": choices, "usage": usage}
 
     async def events(self, parts: AsyncIterator[tuple[int, Part]]) -> AsyncIterator[bytes]:
-        """The answer as server-sent events. An error is the last of them."""
+        """The response as server-sent events. If there is an error, it is the last event."""
         try:
             async for index, part in parts:
                 if part.text or part.finish or self.request.by_expert:
@@ -289,9 +290,9 @@ def content_policy(page: str) -> str:
 
 
 def served(model: Opened, key: str, stops: Callable[[], bool]) -> Guarded:
-    """The application that serves `model`: to requests with the `key`, or without a key to this machine only.
+    """The application that serves `model` to requests with the `key`, or, without a key, only to this machine.
 
-    `stops` says whether the server is about to end.
+    `stops` returns whether the server is about to end.
     """
     html, page = PAGE.read_text(), Page(model)
     made = int((model.directory / "model.json").stat().st_mtime)
@@ -308,7 +309,7 @@ def served(model: Opened, key: str, stops: Callable[[], bool]) -> Guarded:
         return Response(html, headers=headers, media_type="text/html")
 
     def route(path: str, answer: Callable[..., dict[str, Any]], kind: type[Any] | None = None) -> Route:
-        """A path that gives an `answer`: to GET, or to a request of a `kind` that is posted."""
+        """A path that returns an `answer` to GET, or, if `kind` is given, to a posted request of this kind."""
 
         def answered(body: bytes) -> Response:
             asked = () if kind is None else (request_of(kind, body),)
@@ -338,14 +339,14 @@ def served(model: Opened, key: str, stops: Callable[[], bool]) -> Guarded:
 
 
 class Connection(H11Protocol):
-    """A connection of uvicorn's that ends where the head of a request needs more than HEAD_SECONDS.
+    """A uvicorn connection that is closed if the head of a request needs more than HEAD_SECONDS.
 
-    Beyond CONNECTIONS at a time the one that has waited longest for a head is closed; where none waits for a head, the
-    answer is 503.
+    If there are more than CONNECTIONS, the one that has waited longest for a head is closed. If none waits for a head,
+    the response is 503.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock of the first head, and make place for it."""
+        """Start the clock of the first head, and close another connection if there are too many."""
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
         others: list[Any] = [one for one in self.connections if one is not self and not one.transport.is_closing()]
@@ -357,40 +358,40 @@ class Connection(H11Protocol):
             self.app: ASGIApp = refused(f"{CONNECTIONS} other requests are under way; try again later", 503, close=True)
 
     def data_received(self, data: bytes) -> None:
-        """Receive bytes, which stop the clock of uvicorn's own method whether or not they end a head."""
+        """Receive bytes. uvicorn's own method stops the clock even if they do not complete a head."""
         self.conn.receive_data(data)
         self.handle_events()
 
     def handle_events(self) -> None:
-        """Stop the clock once a head has ended."""
+        """Stop the clock when a head is complete."""
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
             self._unset_keepalive_if_required()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not a request; an answer may have begun."""
+        """Reject bytes that are not a request; a response may already have begun."""
         with suppress(h11.LocalProtocolError):
             super().send_400_response(msg)
         self.transport.close()
 
 
 def in_url(host: str) -> str:
-    """A host as a URL names it."""
+    """A host in the form of a URL."""
     return f"[{host}]" if ":" in host else host
 
 
 def config_of(app: ASGIApp) -> uvicorn.Config:
-    """The settings of a server of `app`, which prints nothing and waits as long as the bounds above say."""
+    """The settings of a server of `app`, which prints nothing and uses the time limits above."""
     quiet: Any = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
     bounds: Any = {"timeout_keep_alive": HEAD_SECONDS, "timeout_graceful_shutdown": 10}
     return uvicorn.Config(app, http=Connection, ws="none", lifespan="off", proxy_headers=False, **quiet, **bounds)
 
 
 def place_of(host: str, port: int) -> socket.socket:
-    """A socket at a host and port, of which 0 is a free one.
+    """A socket at a host and port; port 0 means any free port.
 
-    Raises DemixError where it cannot be had, and for a host other than loopback without a key in the environment.
+    Raises DemixError if it cannot be opened, and for a host other than loopback without a key in the environment.
     """
     if in_url(host) not in LOOPBACK and not os.environ.get(KEY):
         cure = f"set {KEY} to a key that requests must send, or omit --host"
@@ -403,17 +404,17 @@ def place_of(host: str, port: int) -> socket.socket:
 
 
 def server_of(model: Opened, key: str) -> uvicorn.Server:
-    """The server of `model`, as `served` answers."""
+    """The server of `model` with the application `served`."""
     server = uvicorn.Server(config_of(served(model, key, lambda: server.should_exit)))
     return server
 
 
 def serve(model: Opened, place: socket.socket) -> None:
-    """Answer requests at `place` until Ctrl-C, with the key of the environment. The first line has the addresses."""
+    """Answer requests at `place` until Ctrl-C, with the key of the environment. The first line prints the addresses."""
     host, port, *_ = place.getsockname()
     address = f"http://{in_url(host)}:{port}"
     print(f"{model.directory}: page {address}/, completions {address}/v1 (no chat); stop it with Ctrl-C", flush=True)
-    # The server ends by itself where a signal is ignored, as in a background job of a shell.
+    # If signals are ignored, as in a background job of a shell, the server ends by itself.
     with suppress(KeyboardInterrupt):
         server_of(model, os.environ.get(KEY, "")).run(sockets=[place])
     print(f"{address}: stopped")

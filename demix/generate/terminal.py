@@ -16,7 +16,8 @@ CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 def continued(prompt: str, drawn: Iterable[Drawn]) -> None:
     """Print the continuation of `prompt`, token by token.
 
-    A terminal gets the prompt too, and control codes are replaced. A pipe gets the continuation as it is.
+    In a terminal, the prompt is also printed, and control codes are replaced. A pipe gets only the unchanged
+    continuation.
     """
     shown = sys.stdout.isatty()
     if shown:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: tables of whole texts and streams of growing texts (docs/explanation/mixing.md)."""
+"""Mixtures of experts' probabilities: for whole texts and for growing texts (docs/explanation/mixing.md)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,22 +8,22 @@ from scipy.special import log_softmax
 
 from demix.mix.rules import Chunk, State, WeightsRule
 
-# Bounds that know the test text, no mixtures: the best expert of each block (for `history`), of each token (for all).
+# Lower bounds that use the test text: the best expert of each block (for `history`), or of each token (for all rules).
 FLOORS = ("best_block", "best_token")
 # A sum of products of weights below this has lost precision to underflow.
 _SMALL = 1e-290
-# The squared distances [N, E] to the experts' clusters of the texts that end with each of the next tokens [N].
+# A function: for the next tokens [N], the squared distances [N, E] of the texts that end with each to the clusters.
 Distances = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """E experts whose weights follow the text by `rule`, from the prior `log_prior` [E], or [B, E] by block.
+    """A mixture of E experts: `rule` computes their weights from the text and the prior `log_prior` [E] (or [B, E]).
 
-    Without `decay` every block begins with the prior. With `decay` only the first block does, and the priors of later
-    blocks follow the updating rule (paper, Eq. 7). Equal weights without a posterior are those of `PriorAlone` and a
-    uniform prior. `top_k` keeps the k `likeliest` experts at each token. `table` mixes texts whose scores are known;
-    texts that grow have a `Stream`.
+    Without `decay` every block starts with the prior. With `decay` only the first block does, and the priors of later
+    blocks follow the updating rule (paper, Eq. 7). Constant equal weights are the rule `PriorAlone` with a uniform
+    prior. `top_k` keeps the k `likeliest` experts at each token. `table` mixes texts whose scores are known; a growing
+    text needs a `Stream`.
     """
 
     rule: WeightsRule
@@ -34,7 +34,7 @@ class Mixture:
     def log_priors(self, scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """log π [B, E] at the start of each block. Axes are those of `demix.mix.priors`.
 
-        Raises DemixError for an updating prior with a rule that sees earlier blocks.
+        Raises DemixError for an updating prior with a rule that uses earlier blocks.
         """
         if self.decay is not None:
             return self.rule.log_priors(scores, mask, self.decay, (self.log_prior, 0))[:-1]
@@ -51,7 +51,7 @@ class Mixture:
         return np.where(mask, mixed, 0.0)
 
     def weights(self, scores: np.ndarray, mask: np.ndarray, distances: np.ndarray | None = None) -> np.ndarray:
-        """log g [B, T, E], by which `table` mixes each token."""
+        """log g [B, T, E]: the weights with which `table` mixes each token."""
         return keep_top(log_weights(*self._evidence(scores, mask, distances), self.rule.uniform_start), self.top_k)
 
     def _evidence(
@@ -119,7 +119,7 @@ def log_mixtures(
             total[:, number] = kept.sum(axis=1)
             chosen[:, number] = np.einsum("bet,bet->bt", kept, likelihood)
     if uniform_start:
-        # Equal weights have no likeliest experts.
+        # With equal weights there are no likeliest experts.
         chosen[:, :, 0], total[:, :, 0] = likelihood[..., 0].sum(axis=1, keepdims=True), scores.shape[2]
     with np.errstate(divide="ignore", invalid="ignore"):
         mixed: np.ndarray = np.log(chosen / total) + highest
@@ -143,9 +143,9 @@ def keep_top(log_g: np.ndarray, k: int | None) -> np.ndarray:
 
 
 def likeliest(weights: np.ndarray, k: int) -> np.ndarray:
-    """Whether each of `weights` [..., E], or of their logarithms, is among the k largest or equals the least of these.
+    """Whether each of `weights` [..., E], or of their logarithms, is among the k largest or equals the k-th largest.
 
-    All equal ones are kept, so that the order of the experts never chooses among them.
+    Ties are kept, so the order of the experts has no effect.
     """
     place = -min(k, weights.shape[-1])
     kept: np.ndarray = weights >= np.partition(weights, place, axis=-1)[..., place, None]
@@ -153,11 +153,11 @@ def likeliest(weights: np.ndarray, k: int) -> np.ndarray:
 
 
 class Stream:
-    """The weights of the E experts of a mixture on B growing texts, cut into blocks of `length` tokens.
+    """The weights of the E experts of a mixture on B growing texts, which are cut into blocks of `length` tokens.
 
     `log_weights` [B, E] float64 are log g, the weights that predict the next token (paper, Eq. 5-6). The texts follow
-    the tokens `before` [B]. A rule that reads distances reads them from `distances`, one function for each text, whose
-    first call is given the token before the text.
+    the tokens `before` [B]. Rules that need distances get them from `distances`, one function per text; its first call
+    gets the token before the text.
     """
 
     def __init__(self, mixture: Mixture, length: int, before: np.ndarray, distances: Sequence[Distances] = ()):
@@ -168,18 +168,18 @@ class Stream:
         self._rule, self._distances = mixture.rule, distances
         self._log_priors = np.tile(prior, (texts, 1))
         self._states: list[State] = [self._rule.begin(prior)] * texts
-        # The block so far, which the states lack, with the distances before each of its tokens and the next one.
+        # The current block (not in the states), with the distances before each of its tokens and the next one.
         self._scores = np.zeros((texts, 0, len(prior)))
         self._far = self._measured(before[:, None])
         self.log_weights = self._weigh()[:, -1]
 
     @property
     def room(self) -> int:
-        """The number of tokens that still fit into the block. It is at least 1, because a full block ends at once."""
+        """The number of tokens that still fit into the block; at least 1, because a full block ends immediately."""
         return self.length - self.seen % self.length
 
     def observe(self, scores: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Read log p [E, B, N] of the next `tokens` [B, N]; returns log g [B, N, E], which predicted each token."""
+        """Read log p [E, B, N] of the next `tokens` [B, N]; return log g [B, N, E], the weights that predicted them."""
         rows = np.asarray(scores, np.float64).transpose(1, 2, 0)
         used = [self.log_weights[:, None][:, :0]]
         while rows.shape[1]:
@@ -196,7 +196,7 @@ class Stream:
         return np.concatenate(used, axis=1)
 
     def _weigh(self) -> np.ndarray:
-        """log g [B, N + 1, E] of the N tokens held and of the next one, whose own score changes no weight."""
+        """log g [B, N + 1, E] of the N stored tokens and of the next one, whose own score is not needed."""
         scores = np.pad(self._scores, ((0, 0), (0, 1), (0, 0)))
         evidence = np.empty_like(scores)
         for text, state in enumerate(self._states):
@@ -217,7 +217,7 @@ class Stream:
         return Chunk(scores[None], np.ones((1, len(scores)), bool), far[None])
 
     def _measured(self, tokens: np.ndarray) -> np.ndarray:
-        """The distances [B, N, E] after each of `tokens` [B, N]; without experts where no rule reads them."""
+        """The distances [B, N, E] after each of `tokens` [B, N]; with E = 0 if the rule does not need them."""
         if not self._distances:
             return np.zeros((*tokens.shape, 0))
         return np.stack([far(row) for far, row in zip(self._distances, tokens, strict=True)])

@@ -15,18 +15,18 @@ from threadpoolctl import threadpool_limits
 # The decay of the released code: its ewm(alpha=0.3) keeps 0.7 of the prior from block to block.
 RELEASED_DECAY = 0.7
 Decay = float | np.ndarray
-# The prior of the first block, None for a uniform one, and the number of blocks before it: to go on after a chunk of a
-# text, the last row of its priors, and how many blocks it had with all before it.
+# The prior of the first block (None: uniform) and the number of blocks before it. To continue after a chunk of a text,
+# use the last row of its priors and the number of all blocks so far.
 First = tuple[np.ndarray | None, int]
-# How many nats per token the fitted prior may miss of the best.
+# The maximum loss of the fitted prior above the optimum, in nats per token.
 FITTED = 1e-9
-# Of all priors of the least loss, half of this times the sum of their squares chooses the one nearest to equal weights.
+# Half of this times the sum of squares is added to the loss, to choose the prior nearest to equal weights among optima.
 _EVEN = FITTED / 10
-# The part of a token's probability that a step may remove.
+# The maximum fraction of a token's probability that a step may remove.
 _LOST = 0.99
-# The rounding of means over tokens.
+# The rounding error of means over tokens.
 _ROUNDING = 1e-12
-# Tokens whose derivatives are summed at once, to bound memory.
+# The number of tokens whose derivatives are summed at once, to bound memory.
 _TOKENS = 8192
 
 
@@ -83,17 +83,17 @@ def released_log_priors(scores: np.ndarray, mask: np.ndarray, first: First = (No
 
 
 def fitted_log_prior(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The fitted log prior [E]: the static weights under which the mixture gives a domain's dev split the lowest loss.
+    """The fitted log prior [E]: the constant weights of the mixture with the lowest loss on a domain's dev split.
 
-    The mean loss is convex in the weights π. At its least the mean over tokens of p_j / p_mixture is 1 for each expert
-    j with a weight, and at most 1 for each other expert, whose weight is exactly 0. Of several such priors, as where
-    two experts give the same scores, the one nearest to equal weights counts. Found by sequential quadratic programming
-    (Kim, Carbonetto, Stephens and Anitescu 2020) within 1e-9 nats of the least loss. Raises RuntimeError should the
-    steps end elsewhere.
+    The mean loss is convex in the weights π. At its minimum the mean over tokens of p_j / p_mixture is 1 for each
+    expert j with a positive weight, and at most 1 for each other expert, whose weight is exactly 0. If there are
+    several optima, as for two experts with the same scores, the one nearest to equal weights is chosen. It is found by
+    sequential quadratic programming (Kim, Carbonetto, Stephens and Anitescu 2020) within 1e-9 nats of the minimum.
+    Raises RuntimeError if the steps do not reach it.
     """
     rows = scores[mask]
     likelihood = np.exp(rows - rows.max(axis=1, keepdims=True))
-    # Products by several threads differ in the last bits from those by one.
+    # With several threads, the last bits of products would differ.
     with threadpool_limits(limits=1, user_api="blas"):
         prior = _least_loss(likelihood)
     with np.errstate(divide="ignore"):
@@ -129,7 +129,7 @@ def _least_loss(likelihood: np.ndarray) -> np.ndarray:
 
 
 def _derivatives(likelihood: np.ndarray, mixture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Slope [E] and curvature [E, E] by the weights of: mean over tokens of -log(mixture), plus the weights' sum."""
+    """Gradient [E] and Hessian [E, E] in the weights of: mean over tokens of -log(mixture), plus the weights' sum."""
     tokens, experts = likelihood.shape
     ratios, products = np.zeros(experts), np.zeros((experts, experts))
     for start in range(0, tokens, _TOKENS):
@@ -140,13 +140,13 @@ def _derivatives(likelihood: np.ndarray, mixture: np.ndarray) -> tuple[np.ndarra
 
 
 def _gain(length: float, prior: np.ndarray, step: np.ndarray, change: np.ndarray) -> float:
-    """How much a part `length` of a step lowers what is minimised; it changes tokens' probabilities by `change` [N]."""
+    """The decrease of the objective by a fraction `length` of a step, which changes probabilities by `change` [N]."""
     even = _EVEN * (prior @ step + length * (step @ step) / 2)
     return float(np.log1p(length * change).mean() - length * (step.sum() + even))
 
 
 def _least_quadratic(curvature: np.ndarray, slope: np.ndarray) -> np.ndarray:
-    """The weights [E], 0 or more, of least ½·weights·curvature·weights + slope·weights.
+    """The non-negative weights [E] that minimise ½·weights·curvature·weights + slope·weights.
 
     With curvature = root·rootᵀ the sum is half of |rootᵀ·weights + root⁻¹·slope|², less a constant.
     """

@@ -1,9 +1,9 @@
-"""Weights rules: the evidence of the text so far about each expert (docs/explanation/mixing.md), without the prior.
+"""Mixing rules: the evidence of the text so far about each expert, without the prior (docs/explanation/mixing.md).
 
 A rule computes the log evidence L [B, T, E] in nats. The weights that predict token t are g[t, j] ∝ π[j]·exp(L[t, j]),
-with the prior π of the block (paper, Eq. 5-6). A new rule needs a class and a row of CLASSES here, and a row of
-`demix.config.mixing.FAMILIES`. The rules of the paper see one block. `Tempered` and `Switching` see the stream: all
-tokens before t, across blocks and documents.
+with the prior π of the block (paper, Eq. 5-6). A new rule needs a class and an entry of CLASSES here, and an entry of
+`demix.config.mixing.FAMILIES`. The rules of the paper use only the current block. `Tempered` and `Switching` use the
+stream: all tokens before t, across blocks and documents.
 """
 
 from abc import ABC, abstractmethod
@@ -19,14 +19,14 @@ from demix.config.mixing import Weights, parsed_weights
 from demix.errors import DemixError
 from demix.mix.priors import Decay, First, released_log_priors, updating_log_priors
 
-# What a rule keeps of the text before a chunk. Rules whose evidence starts again in each block keep nothing.
+# A rule's state after the text before a chunk. Rules whose evidence starts again in each block have none.
 State = tuple[np.ndarray, ...]
-# Stretches of a chunk that `Switching` scans side by side; with some 128 the scan of 10M tokens needs least time.
+# The number of sections of a chunk that `Switching` scans in parallel; about 128 are fastest for 10M tokens.
 _STRETCHES = 128
 _SMALLEST = float(np.finfo(np.float64).tiny)
-# The 8th power of a smaller number, and with it a product of 8 probabilities, may underflow.
+# Below this number, the 8th power, and so a product of 8 probabilities, may underflow.
 _RARE = 1e-33
-# The product of a smaller weight and a rare probability may underflow.
+# Below this weight, the product with a rare probability may underflow.
 _SMALL = 1e-230
 
 
@@ -36,8 +36,8 @@ class Chunk:
 
     `scores` [B, T, E] are float64 log p(token) in nats, 0 at padding. `mask` [B, T] is False at the padding of the last
     block. `distances` [B, T, E] are the squared distances of the text before each token to the experts' clusters, which
-    only rules by clusters read. `documents` [N] are the document numbers of the N tokens that are not padding; None
-    says one document.
+    only cluster rules use. `documents` [N] are the document numbers of the N tokens that are not padding; None means
+    one document.
     """
 
     scores: np.ndarray
@@ -64,12 +64,12 @@ class WeightsRule(ABC):
 
     @abstractmethod
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
-        """L [B, T, E] before each token of a chunk, and the state after it. `state` is that after the chunk before."""
+        """L [B, T, E] before each token of a chunk, and the state after the chunk. `state` is the one before it."""
 
     def block_evidence(self, scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Evidence [B, E] of each block by itself, after its last token. It turns the block's prior into a posterior.
 
-        A rule that sees earlier blocks raises DemixError: an updating or cached prior would count their evidence twice.
+        A rule that uses earlier blocks raises DemixError: an updating or cached prior would count their evidence twice.
         """
         raise DemixError(f"weights {self}", "use more than one block", "combine them with the prior uniform or fitted")
 
@@ -86,7 +86,7 @@ class WeightsRule(ABC):
         return updating_log_priors(self.block_evidence(scores, mask), decay, first)
 
     def blocks_read(self, dev_blocks: int) -> int:
-        """The number of blocks that make the cached prior of `dev_blocks`."""
+        """The number of blocks from which the cached prior of `dev_blocks` is computed."""
         return dev_blocks
 
     def cached_log_prior(self, scores: np.ndarray, mask: np.ndarray, *, decay: float, blocks: int) -> np.ndarray:
@@ -146,20 +146,20 @@ class ReleasedScorer(Released):
     scorer: ClassVar[str] = "released"
 
     def log_priors(self, scores: np.ndarray, mask: np.ndarray, decay: Decay, first: First = (None, 0)) -> np.ndarray:
-        """See `released_log_priors`; any `decay` means its own."""
+        """See `released_log_priors`; `decay` is ignored, because that code has its own."""
         return released_log_priors(scores, mask, first)
 
     def blocks_read(self, dev_blocks: int) -> int:
-        """See `WeightsRule.blocks_read`: that code reads one pair of blocks more than it names."""
+        """See `WeightsRule.blocks_read`: that code reads one more pair of blocks than it says."""
         return 2 * (dev_blocks + 1)
 
 
 @dataclass(frozen=True)
 class Tempered(WeightsRule):
-    """The evidence is β times the sum of the scores of all earlier tokens, a token u tokens back counting γ^(u-1).
+    """The evidence is β times the weighted sum of the scores of all earlier tokens.
 
-    With β = 1 and γ = 0 only the last token counts. With β = γ = 1 all text so far counts in full. The scan is
-    S ← γ·S + ℓ[t].
+    A token u tokens back has the weight γ^(u-1). With β = 1 and γ = 0 only the last token counts; with β = γ = 1 all
+    text so far counts fully. The scan is S ← γ·S + ℓ[t].
     """
 
     beta: float
@@ -185,9 +185,9 @@ class Tempered(WeightsRule):
 class Switching(WeightsRule):
     """The weights are the posterior of a hidden chain of experts ("fixed share", Herbster and Warmuth 1998).
 
-    At each token the chain keeps its expert with probability 1 - α, and else draws one from the prior π: g[1] = π, and
-    g[t+1, j] = (1 - α)·g[t, j]·exp ℓ[t, j] / Σ_i g[t, i]·exp ℓ[t, i] + α·π[j]. α = 1 is only the prior. α = 0 is the
-    sum of all scores so far.
+    At each token the chain keeps its expert with probability 1 - α, and otherwise draws one from the prior π: g[1] = π,
+    and g[t+1, j] = (1 - α)·g[t, j]·exp ℓ[t, j] / Σ_i g[t, i]·exp ℓ[t, i] + α·π[j]. With α = 1 the weights are the
+    prior; with α = 0 the evidence is the sum of all scores so far.
     """
 
     by_prior: ClassVar[bool] = True
@@ -200,13 +200,14 @@ class Switching(WeightsRule):
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
         """See `WeightsRule.evidence`.
 
-        The scan is sequential, and yet stretches of the chunk are scanned side by side: a first pass finds for each
-        stretch the matrix [E, E] from the weights before the stretch to those after it, and a second pass starts every
-        stretch from its own weights.
+        The scan is sequential, but sections of the chunk are scanned in parallel. A first pass computes for each
+        section the matrix [E, E] that maps the weights before it to those after it. A second pass starts every section
+        from its own weights.
         """
         log_prior, log_g = state
         rows = _rows(chunk)
-        # Over tokens, the least of max_i π[i]·p_i / max_i p_i. Products as small as these would underflow in matrices.
+        # The minimum over tokens of max_i π[i]·p_i / max_i p_i. If it is too small, products in matrices would
+        # underflow.
         lowest = ((rows + log_prior[:, None]).max(axis=0) - rows.max(axis=0)).min()
         least = log_prior[log_prior > -np.inf].min()
         if self.alpha * np.exp(lowest) < _RARE or self.alpha * np.exp(least) < _SMALL:
@@ -217,7 +218,7 @@ class Switching(WeightsRule):
         stretches = -(-tokens // length)
         likelihood = np.ones((experts, stretches * length))
         np.exp(rows - rows.max(axis=0), out=likelihood[:, :tokens])
-        # [L, E, C]: stretch c has the tokens from c·L to (c + 1)·L.
+        # [L, E, C]: section c has the tokens from c·L to (c + 1)·L.
         steps = np.ascontiguousarray(likelihood.reshape(experts, stretches, length).transpose(2, 0, 1))
         prior = np.exp(log_prior)
         g = np.empty((experts, stretches))
@@ -244,7 +245,7 @@ class Switching(WeightsRule):
     ) -> tuple[np.ndarray, np.ndarray]:
         """log g - log π [N, ..., E] of N tokens and log g after them, one token after the other.
 
-        No weight underflows. Axes between are texts that are scanned side by side.
+        No weight underflows. The axes between are texts that are scanned in parallel.
         """
         found = np.zeros_like(rows)
         with np.errstate(divide="ignore"):
@@ -256,10 +257,10 @@ class Switching(WeightsRule):
         return found, log_g
 
     def _transfers(self, steps: np.ndarray, prior: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Of each of C stretches, whose likelihoods are `steps` [L, E, C]: a matrix [E, E], and logarithms [E].
+        """For each of C sections, whose likelihoods are `steps` [L, E, C]: a matrix [E, E], and logarithms [E].
 
-        Row j of the matrix has the weights after the stretch of the chain that began with only expert j, up to a
-        factor. The logarithm of the probability of the stretch under this chain has the factor as its other part.
+        Row j of the matrix has, up to a factor, the weights after the section for a chain that began with only expert
+        j. The logarithm contains this factor: together they give the probability of the section under this chain.
         """
         _, experts, stretches = steps.shape
         followed = np.repeat(np.eye(experts)[..., None], stretches, axis=2)
@@ -278,7 +279,7 @@ class Switching(WeightsRule):
 
 
 class BlockTempered(Tempered):
-    """`Tempered` whose sum begins again at each block, so that it remembers no more than the context of a model."""
+    """`Tempered` with a sum that starts again at each block, so that it remembers no more than a model's context."""
 
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
         """See `WeightsRule.evidence`."""
@@ -289,7 +290,7 @@ class BlockTempered(Tempered):
 
 
 class BlockSwitching(Switching):
-    """`Switching` whose chain begins again at each block."""
+    """`Switching` with a chain that starts again at each block."""
 
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
         """See `WeightsRule.evidence`."""
@@ -298,7 +299,7 @@ class BlockSwitching(Switching):
 
 
 def in_blocks(rule: WeightsRule) -> WeightsRule:
-    """The rule that begins again at each block in the place of `rule`, which may see earlier ones."""
+    """The variant of `rule` that starts again at each block; `rule` may use earlier blocks."""
     if isinstance(rule, Tempered):
         return BlockTempered(rule.beta, rule.gamma)
     return BlockSwitching(rule.alpha) if isinstance(rule, Switching) else rule
@@ -306,10 +307,10 @@ def in_blocks(rule: WeightsRule) -> WeightsRule:
 
 @dataclass(frozen=True)
 class Cluster(History):
-    """The evidence is how near the text so far is to the cluster of each expert (Gururangan et al. 2023, Eq. 3).
+    """The evidence is the nearness of the text so far to the cluster of each expert (Gururangan et al. 2023, Eq. 3).
 
-    L[t, j] = -d²[t, j] / temperature, d the distance of the text before token t to the centre of cluster j. The
-    distances of a block tell nothing of the next block, so that updating and cached priors are those of `History`.
+    L[t, j] = -d²[t, j] / temperature, where d is the distance of the text before token t to the centre of cluster j.
+    Updating and cached priors are those of `History`, because a block's distances are not evidence for the next block.
     """
 
     temperature: float
@@ -321,17 +322,17 @@ class Cluster(History):
 
 @dataclass(frozen=True)
 class ReleasedCluster(Cluster):
-    """The rule of the code published with c-BTM: that of `Cluster` with distances squared twice, one token late.
+    """The rule of the code published with c-BTM: `Cluster` with distances that are squared twice and one token late.
 
-    L[t, j] = -(d²[t-1, j])² / temperature: the text that is measured lacks the token before t, which is the model's
-    input. After `<|endoftext|>`, the first token of each document, that text is empty: there t has a row of its own,
-    which is that of the empty text. The very first token has no row before its own, and uses its own.
+    L[t, j] = -(d²[t-1, j])² / temperature: the measured text lacks the token before t, which is the model's input.
+    After `<|endoftext|>`, the first token of each document, the measured text is empty, so t uses its own row, which is
+    that of the empty text. The very first token has no earlier row, and also uses its own.
     """
 
     scorer: ClassVar[str] = "released"
 
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
-        """See `WeightsRule.evidence`. The state is the last row, its document, and whether it begins this."""
+        """See `WeightsRule.evidence`. The state is the last row, its document, and whether it begins the document."""
         distances, tokens = _distances(chunk), int(chunk.mask.sum())
         rows = distances.reshape(-1, distances.shape[2])
         documents = np.zeros(tokens, np.int64) if chunk.documents is None else chunk.documents
@@ -346,7 +347,7 @@ class ReleasedCluster(Cluster):
 
 @dataclass(frozen=True)
 class ClusterHistory(Cluster):
-    """The evidence is that of `Cluster` and that of `History` together."""
+    """The evidence is the sum of those of `Cluster` and `History`."""
 
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
         """See `WeightsRule.evidence`."""
@@ -366,7 +367,7 @@ CLASSES: dict[str, type[WeightsRule]] = {
 def weights_rule(weights: str | Weights) -> WeightsRule:
     """The rule that a value of `evaluation.weights` names; "" is only the prior.
 
-    Raises DemixError for an unknown value, and for one that leaves parameters open.
+    Raises DemixError for an unknown value, and for a value without needed parameters.
     """
     if weights == "":
         return PriorAlone()
@@ -381,12 +382,12 @@ def weights_rule(weights: str | Weights) -> WeightsRule:
 
 
 def released_rule(rule: WeightsRule) -> WeightsRule:
-    """The rule of published code in the place of `rule`: of c-BTM's for weights by clusters, else of DEMix's."""
+    """The rule of published code that corresponds to `rule`: c-BTM's code for cluster rules, else DEMix's."""
     return ReleasedCluster(rule.temperature) if isinstance(rule, Cluster) else ReleasedScorer()
 
 
 def _distances(chunk: Chunk) -> np.ndarray:
-    """The squared distances [B, T, E] with the scores. Raises DemixError where there are none."""
+    """The squared distances [B, T, E] of a chunk. Raises DemixError if there are none."""
     if chunk.distances is None:
         cause = "need the distances of the text to the experts' clusters"
         raise DemixError("weights cluster", cause, "use a model whose run has routing tables")

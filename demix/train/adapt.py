@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class Adaptation(AdaptationRecipe):
     """How a model is adapted to one novel domain.
 
-    `learning_rate` is the peak where it is not a fraction of the model's.
+    `learning_rate` is the peak, if it is not given as a fraction of the model's.
     """
 
     tokens: Positive
@@ -59,11 +59,11 @@ class Adaptation(AdaptationRecipe):
         return self.replace(tokens=min(self.tokens, self.passes * text)) if self.passes else self
 
     def steps(self, length: int) -> int:
-        """The most optimizer updates, with sequences of `length` tokens."""
+        """The maximum number of optimizer updates, with sequences of `length` tokens."""
         return max(1, self.tokens // (self.sequences * length))
 
     def trials(self) -> tuple["Adaptation", ...]:
-        """One adaptation for each factor of the sweep, or this one where there is none."""
+        """One adaptation for each factor of the sweep, or only this one if there is no sweep."""
         factors = self.sweep.factors if self.sweep else (self.learning_rate_factor,)
         return tuple(self.replace(learning_rate_factor=one, sweep=None) for one in factors)
 
@@ -80,14 +80,15 @@ def adapt(
 ) -> None:
     """Adapt the model in `directory` to the novel domain of `shards`, its train and dev tokens (paper, section 6).
 
-    With `chosen`, of `demix.evaluate.choice.choose_parent`, this is DEMix-DAPT: a new expert (`_beginning`) is trained
-    only, and no other file of the model changes. The files of the expert go below the output of `places`. `chosen`
-    goes into the lineage, but for an average, which has no single parent. `unchanged` are the training domains' losses
-    on dev in nats per token, by domain: these domains keep their experts, so that these losses hold at every step.
+    With `chosen`, from `demix.evaluate.choice.choose_parent`, this is DEMix-DAPT: only a new expert (`_beginning`) is
+    trained, and no other file of the model changes. The expert's files are written below the output of `places`.
+    `chosen` is recorded in the lineage, except for an average, which has no single parent. `unchanged` are the training
+    domains' losses on dev in nats per token, by domain. These domains keep their experts, so these losses do not
+    change.
 
-    Else this is Dense-DAPT: all parameters of the dense model are trained further, or as `trained` says only its
-    feedforwards, and the adapted model is written to the output. `training` are the dev tokens of the training domains,
-    which measure forgetting.
+    Otherwise this is Dense-DAPT: all parameters of the dense model (or, by `trained`, only its feedforwards) are
+    trained further, and the adapted model is written to the output. `training` are the dev tokens of the training
+    domains, on which forgetting is measured.
     """
     output, domain = places.output, shards[0].parent.name
     assert output is not None
@@ -116,18 +117,18 @@ def adapt(
             remove_states(state)
 
 
-# Makes the model of one expert that each trial begins with.
+# A function that builds the model of one expert from which each trial starts.
 _Begin = Callable[[], GPT]
 
 
 def _beginning(
     directory: Path, domain: str, chosen: Mapping[str, Any] | None, trained: str
 ) -> tuple[_Begin, dict[str, Any]]:
-    """What an adaptation begins with, and what the lineage says of that.
+    """The model from which an adaptation starts, and its record in the lineage.
 
-    Dense-DAPT begins with the dense model. The expert of a novel domain begins with the likeliest parent's own tensors.
-    Experts that are whole models begin with the average of all experts, weighted by their posterior on the domain's dev
-    split (Gururangan et al. 2023, section 2.4).
+    Dense-DAPT starts from the dense model. The expert of a novel domain starts from its likeliest parent's own tensors.
+    An expert that is a whole model starts from the average of all experts, weighted by their posterior on the domain's
+    dev split (Gururangan et al. 2023, section 2.4).
     """
     parent, priors, own_only = DENSE_EXPERT, dict[str, float](), trained == "feedforwards"
     origin: dict[str, Any] = {"parent": parent}
@@ -138,7 +139,7 @@ def _beginning(
         priors = chosen["priors"] if whole_models(directory) else {}
     if priors:
         origin |= {"parent": None, "parents": origins_of(priors, parents_of(directory, priors))}
-        # That of one parent. The weights say it of all.
+        # This is the prior of one parent; the weights contain those of all experts.
         del origin["parent_prior"]
     else:
         origin |= {"parent_sha256": expert_lineage(directory, parent).sha256}
@@ -155,7 +156,7 @@ def _beginning(
 class _Adapted(NamedTuple):
     """An adapted model, its metrics, the lineage, and the folder of its training states.
 
-    `best` is the evaluation of the lowest loss on dev, whose parameters the model has.
+    `best` is the evaluation with the lowest loss on dev; the model has the parameters of that step.
     """
 
     model: GPT
@@ -169,7 +170,7 @@ class _Adapted(NamedTuple):
 class _Adapting:
     """The adaptation of the model in `directory`, or of one expert of it, to the novel domain of `shards`.
 
-    `begin` makes what each trial begins with, of which `origin` is said in the lineage.
+    `begin` builds the model from which each trial starts; `origin` is its record in the lineage.
     """
 
     directory: Path
@@ -181,9 +182,9 @@ class _Adapting:
     world: World
 
     def best(self, adaptation: Adaptation) -> tuple[_Adapted, list[Path]]:
-        """The model trained with the best factor of a sweep on dev, and the folders of all training states.
+        """The model trained with the factor of a sweep that is best on dev, and the folders of all training states.
 
-        The lineage has the dev losses that every factor came to. A factor at which training diverges is left out.
+        The lineage has the dev loss of every factor. A factor at which training diverges is left out.
         """
         best: _Adapted | None = None
         states: list[Path] = []
@@ -208,7 +209,7 @@ class _Adapting:
         return best._replace(lineage=best.lineage | {"trials": trials}), states
 
     def trial(self, adaptation: Adaptation) -> _Adapted:
-        """Train the model on the novel domain. Every rank trains a part of the sequences."""
+        """Train the model on the novel domain. Every rank trains on a part of the sequences."""
         domain = self.shards[0].parent.name
         places = place_experts([domain], adaptation.sequences, self.world.size)
         world, model = self.world.placed(places), self.begin()

@@ -1,4 +1,4 @@
-"""The tokens of each training step. They depend on (seed, step, domain) and never on a reader's position or a rank."""
+"""The tokens of each training step. They depend only on seed, step and domain, not on a reader's position or a rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +26,9 @@ Array = npt.NDArray[Any]
 class Batch:
     """One rank's part of the sequences of an optimizer step, grouped by expert (E = 1 for a dense model).
 
-    `inputs` and `targets` [E, B, T] are int64. `domains` [E, B] int64 is the number of each sequence's domain, and
-    `seeds` [E, B] int64 the seed of its dropout. In masked batches `targets` are [E, B, M], the tokens at the positions
-    `places` [E, B, M] int64 of each sequence, and `inputs` are MASKED where a token is hidden.
+    `inputs` and `targets` [E, B, T] are int64. `domains` [E, B] int64 are the numbers of the sequences' domains, and
+    `seeds` [E, B] int64 the random seeds of their dropout. In masked batches `targets` are [E, B, M], the tokens at the
+    positions `places` [E, B, M] int64 of each sequence, and `inputs` are MASKED at hidden tokens.
     """
 
     inputs: Tensor
@@ -110,7 +110,7 @@ def batches_of(
         blocks = np.array([_block(shards[d], n, length) for d, n in pairs]).reshape(*found.shape, length + 1)
 
         def seeds(what: str) -> Tensor:
-            # Of a sequence, by the step, its domain and its number there, and by no rank.
+            # The random seed of a sequence depends on the step, its domain and its number there, not on a rank.
             drawn = [seed_for(seed, what, step, names[d], n) for d, n in zip(found.flat, numbers.flat, strict=True)]
             return torch.tensor(drawn).view(found.shape)
 
@@ -124,7 +124,7 @@ def batches_of(
 
 
 def open_shards(paths: Sequence[Path], world: World) -> list[TokenShard]:
-    """Open token shards. One rank verifies the sha256 of each. Raises DemixError where their tokenizers differ."""
+    """Open token shards. One rank verifies the sha256 of each. Raises DemixError if their tokenizers differ."""
     shards = [TokenShard.open(path, verify=world.owns(number)) for number, path in enumerate(paths)]
     for path, shard in zip(paths, shards, strict=True):
         if shard.tokenizer_sha256 != shards[0].tokenizer_sha256:
@@ -133,10 +133,10 @@ def open_shards(paths: Sequence[Path], world: World) -> list[TokenShard]:
 
 
 def _masked(blocks: Array, drawn: Tensor, vocab_size: int, domains: Tensor, seeds: Tensor) -> Batch:
-    """The blocks without the token before them, with M targets each (Devlin et al. 2019, section 3.1).
+    """Masked batches of the blocks (without the token before them), with M targets each (Devlin et al. 2019, 3.1).
 
-    Of the inputs at the targets' places, 80% are MASKED, 10% are random tokens and 10% stay, by the seeds `drawn`
-    [E, B].
+    At the targets, 80% of the inputs are MASKED, 10% are random tokens and 10% are unchanged, by the random seeds
+    `drawn` [E, B].
     """
     tokens = blocks[..., 1:]
     inputs, count = tokens.copy(), masked_places(tokens.shape[-1])

@@ -1,4 +1,4 @@
-"""What a training begins with: the state that a dense training had after some of its tokens, or a model."""
+"""The start of a training: the state of a dense training after some of its tokens (a seed), or a model."""
 
 import dataclasses
 import math
@@ -25,16 +25,15 @@ from demix.model.scoring import EXPERT_TOKENS_AT_ONCE
 from demix.train.state import State, expert_file, load_state, step_folder
 
 MANIFEST, EXPERT = "manifest.json", expert_file(DENSE_EXPERT)
-# A branch may measure its loss on dev more or less often than its parent.
+# Settings that may differ from the parent: a branch may measure its dev loss more or less often.
 FREE = {"dev_blocks"}
 
-# How the names of means of gradients and of their squares begin in a state; experts that begin by themselves have them
-# divided.
+# Prefixes of the names of gradient moments in a state. For experts that are copied into one model they are divided.
 MOMENTS = ("optimizer/exp_avg", "optimizer/momentum")
 
-# Blocks of a text over which a state of an anchored expert's router is a mean.
+# The number of blocks of text over which the initial router state of an anchored expert is averaged.
 BLOCKS = 40
-# A row of a router of an anchored expert is a mean state times this, over the square root of the width.
+# An anchored expert's router row is the mean state times this factor, divided by the square root of the width.
 ROW = 10.0
 
 
@@ -42,7 +41,7 @@ ROW = 10.0
 class SeedState:
     """A kept state of a dense training: the folder seeds/<model>/step-<n> and its manifest.
 
-    With `restart` the training that begins with the state has a schedule of its own, and uses no moments.
+    With `restart` the training that starts from the state has its own schedule, and does not use the moments.
     """
 
     directory: Path
@@ -56,20 +55,20 @@ class SeedState:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What a model that begins with the state records of it: the content of `Branched`."""
+        """The record of the state in a model that starts from it: the content of `Branched`."""
         about = self.manifest
         origin = {"model": self.model, "step": about.step, "tokens": about.tokens, "state_sha256": digest(about.sha256)}
         return origin | ({"schedule": "restart"} if self.restart else {})
 
     def first_step(self, step_tokens: int) -> int:
-        """The first update, from 0, of a training with `step_tokens` tokens a step that begins with the state.
+        """The first update (from 0) of a training that starts from the state, with `step_tokens` tokens per step.
 
-        A training that restarts may have other steps than its parent. It begins after at least as many tokens.
+        A training that restarts may have another step size than its parent. It starts after at least as many tokens.
         """
         return -(-(self.manifest.tokens or 0) // step_tokens) if self.restart else self.manifest.step
 
     def load(self, step_tokens: int) -> State:
-        """The state for a training with `step_tokens` tokens a step. Its metrics are one row.
+        """The state for a training with `step_tokens` tokens per step. Its metrics are one row.
 
         Raises DemixError if a file is missing or damaged.
         """
@@ -87,7 +86,7 @@ class InitialModel(SeedState):
 
     @property
     def model(self) -> str:
-        """The name of the folder, with _ for what no name of a model holds."""
+        """The name of the folder, with _ for characters that a model's name cannot have."""
         return re.sub(r"^[^A-Za-z0-9_]|[^A-Za-z0-9_.-]", "_", self.directory.resolve().name)[:200]
 
     def load(self, step_tokens: int) -> State:
@@ -98,10 +97,10 @@ class InitialModel(SeedState):
 
 
 def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> None:
-    """Make the folder `output` of the training state `checkpoint` of a dense model, whose files get second names there.
+    """Make the folder `output` from the training state `checkpoint` of a dense model, by hard links to its files.
 
-    `identity` is that of the training (`demix.train.stage.ModelTraining`). Raises DemixError, and makes nothing, if the
-    state is missing or damaged.
+    `identity` is that of the training (`demix.train.stage.ModelTraining`). If the state is missing or damaged, raises
+    DemixError without making the folder.
     """
     state = load_state(checkpoint, (DENSE_EXPERT,))
     sha256 = {name: read_json(checkpoint / MANIFEST)["sha256"][name] for name in (SHARED, EXPERT)}
@@ -135,22 +134,22 @@ def move_seed(identity: Mapping[str, Any], step: int, kept: Path, output: Path) 
         return False
     shutil.rmtree(checkpoint)
     if not any(checkpoint.parent.glob("step-*")):
-        # The lock of the training, which has ended, is left.
+        # Only the lock of the training is left, which has ended.
         shutil.rmtree(checkpoint.parent, ignore_errors=True)
     return True
 
 
-# What a model with routed experts and one that begins with these share.
+# Settings that a model with routed experts shares with a model that starts from them.
 _EXPERTS = ("experts", "every", "renormalise")
 
 
 def read_seed(directory: Path, identity: Mapping[str, Any], restart: bool = False) -> SeedState:
-    """The seed in the folder seeds/<model>/step-<n> for a training of this `identity`, which goes on from there.
+    """The seed in the folder seeds/<model>/step-<n>, for a training of this `identity` that continues from it.
 
-    `directory` may be that of a dense model, or of one with routed experts, too, with which a training of its own
-    begins. Else the learning rates and the order of the data are the parent's, unless the training uses only its
-    parameters (`restart`). Raises DemixError if the manifest is missing or damaged, and if the parent was trained with
-    another tokenizer or architecture, or, where its schedule goes on, with other settings.
+    `directory` may also be that of a dense or token-routed model, from which an independent training starts. Otherwise
+    learning rates and data order are the parent's, unless the training uses only its parameters (`restart`). Raises
+    DemixError if the manifest is missing or damaged, or if the parent was trained with another tokenizer or
+    architecture or, if its schedule goes on, with other settings.
     """
     if (directory / "model.json").is_file():
         return _initial_model(directory, identity)
@@ -158,7 +157,7 @@ def read_seed(directory: Path, identity: Mapping[str, Any], restart: bool = Fals
     seed = SeedState(directory, read_seed_manifest(directory / MANIFEST), restart)
     own = {**identity["training"], "tokenizer": identity["tokenizer_sha256"], "architecture": architecture}
     parents = {**seed.manifest.training, "tokenizer": seed.manifest.tokenizer_sha256}
-    # Experts of clusters have other numbers of sequences than those of domains, and as many in a step all together.
+    # Experts of clusters have other numbers of sequences than experts of domains, but the same total per step.
     own["sequences of a step"] = own.pop("sequences") * len(identity["data"]) * identity.get("share", 1)
     parents["sequences of a step"] = parents.pop("sequences") * len(seed.manifest.data_sha256)
     if restart and (seed.manifest.tokens or 0) >= own["tokens"]:
@@ -177,9 +176,9 @@ def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel
     own, parents = architecture_from(identity["training"]["architecture"]), described.content["architecture"]
     begun, given = own.unrouted, parents.get("routed")
     if given and own.routed:
-        # Experts that are routed already stay as many. How a token chooses among them may change.
+        # The number of existing routed experts cannot change; how a token chooses among them may.
         begun = own.replace(routed=Routed(**given | {key: getattr(own.routed, key) for key in _EXPERTS}))
-    # A model without a table of positions has blocks of any length.
+    # A model without a table of positions can use blocks of any length.
     architecture = begun.described | ({} if own.position == "learned" else {"context": parents["context"]})
     if parents != architecture:
         cause = f"has the architecture {parents}, but this training has {architecture}"
@@ -198,16 +197,16 @@ def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel
 
 
 def branched(state: State, experts: Sequence[str], scope: str = "feedforward") -> State:
-    """The state of a dense model as that of a model with `experts`, each a copy of what it owns by `scope`.
+    """The state of a dense model, converted to a model with `experts`, each a copy of the tensors it owns by `scope`.
 
-    An expert of scope `model` is a copy of the whole model, with the moments as they are: its loss is the mean over its
-    own domain only. Of scope `feedforward` an expert is a copy of the dense feedforwards, and shared tensors stay as
-    they are. The moments of such an expert, Adam's and Muon's, are divided by E, the number of experts, since the loss
-    is the mean over all domains (docs/explanation/warm-start.md, Moments).
+    With scope `model` an expert is a copy of the whole model with unchanged moments, because its loss is the mean over
+    only its own domain. With scope `feedforward` an expert is a copy of the dense feedforwards, and shared tensors do
+    not change. The moments of such an expert, Adam's and Muon's, are divided by E, the number of experts, because the
+    loss is the mean over all domains (docs/explanation/warm-start.md, Moments).
     """
     (dense,) = state.experts.values()
     if scope == "model":
-        # Adam's counts of updates stay with what is shared.
+        # Adam's counts of updates stay with the shared tensors.
         counts = {name: tensor for name, tensor in state.shared.items() if name.startswith("optimizer/step/")}
         whole = {name: tensor for name, tensor in state.shared.items() if name not in counts} | dense
         return State(state.step, counts, dict.fromkeys(experts, whole), state.metrics)
@@ -216,10 +215,10 @@ def branched(state: State, experts: Sequence[str], scope: str = "feedforward") -
 
 
 def upcycled(state: State, model: GPT) -> State:
-    """The state of a dense model as that of `model`, in whose routed layers each expert is a copy of the feedforward.
+    """The state of a dense model, converted to `model`: in token-routed layers each expert copies the feedforward.
 
-    Routers are those of `model`, as it was initialised; experts that are routed already stay as they are, with their
-    routers. The state has no moments (Komatsuzaki et al. 2023, "Sparse Upcycling", keep the optimizer's state).
+    Routers are those of the initialised `model`. Existing routed experts and their routers do not change. The state has
+    no moments (Komatsuzaki et al. 2023, "Sparse Upcycling", keep the optimizer's state).
     """
     ((expert, dense),) = state.experts.items()
     _, own = model.parted({f"parameter/{name}": tensor.detach() for name, tensor in model.named_parameters()})
@@ -231,7 +230,7 @@ def upcycled(state: State, model: GPT) -> State:
 
 
 def freeze_except(model: GPT, first: State, learns: Callable[[str], bool]) -> None:
-    """Leave the parameters of `model` to be trained whose names fit `learns`; all begin as in the state `first`."""
+    """Freeze the parameters of `model` whose names `learns` does not accept; all start as in the state `first`."""
     begun = model.stacked(first.shared, first.experts)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -240,13 +239,13 @@ def freeze_except(model: GPT, first: State, learns: Callable[[str], bool]) -> No
 
 
 def anchored(model: GPT, first: State, public: Mapping[str, TokenShard]) -> State:
-    """Leave the second feedforward of each layer of `model` and its row of the router to be trained.
+    """Freeze `model` except the second feedforward of each layer and its router row.
 
-    `model` has one expert of a domain, and two feedforwards in every layer, both those of a parent in the state
-    `first` (FlexOlmo, Shi et al. 2025, arXiv 2507.07024). The first of the two, the anchor, stays as it is, as long as
-    no weight decays. Rows of routers begin with mean states: of the domain's text, and of that of all domains of
-    `public` for the anchor. The anchor's is subtracted from both rows, which changes no gate, and leaves the anchor the
-    row 0 in all pairs. Returns `first` with these rows.
+    `model` has one expert of a domain, and two feedforwards in every layer, both copies of the parent's in the state
+    `first` (FlexOlmo, Shi et al. 2025, arXiv 2507.07024). The first one, the anchor, does not change if there is no
+    weight decay. Router rows start as mean states: for the expert on its domain's text, for the anchor on the text of
+    all domains in `public`. The anchor's row is subtracted from both rows, which does not change any gate; the anchor's
+    row is then 0 for every expert. Returns `first` with these rows.
     """
     (domain,) = model.experts
     freeze_except(model, first, lambda name: ".feedforward." in name)
@@ -263,9 +262,9 @@ def anchored(model: GPT, first: State, public: Mapping[str, TokenShard]) -> Stat
 
 @torch.no_grad()
 def _mean_states(model: GPT, shard: TokenShard) -> Tensor:
-    """The mean normed input of each feedforward over the first blocks of `shard`: float64 [layers, D].
+    """The mean normalised input of each feedforward over the first blocks of `shard`: float64 [layers, D].
 
-    Padding does not count.
+    Padding is not counted.
     """
     length, device = model.architecture.context, model.token_embedding.device
     inputs, _, mask = blocks(shard, length, BLOCKS * length)
@@ -288,5 +287,5 @@ def _mean_states(model: GPT, shard: TokenShard) -> Tensor:
 
 
 def _of_second(gradient: Tensor) -> Tensor:
-    """The gradient [1, 2, ...] of two experts without that of the first."""
+    """The gradient [1, 2, ...] of two experts, with zeros for the first."""
     return torch.stack([torch.zeros_like(gradient[:, 0]), gradient[:, 1]], dim=1)

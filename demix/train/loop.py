@@ -33,7 +33,7 @@ MEMORY_CURE = (
     "`demix plan` prints the memory that a rank needs"
 )
 
-# Returns the loss on dev, equal on all ranks, and named losses for the metrics (nats per token).
+# A function that returns the dev loss, equal on all ranks, and named losses for the metrics (nats per token).
 Evaluation = Callable[[GPT], tuple[float, dict[str, float]]]
 
 
@@ -44,9 +44,9 @@ def dev_losses(
     mine: Callable[[GPT, str], bool] | None = None,
     known: Mapping[str, float] = MappingProxyType({}),
 ) -> Evaluation:
-    """The evaluation on the first blocks, so many, of dev splits by domain: `whole` makes the loss of all of theirs.
+    """The evaluation on the first blocks of each domain's dev split; `whole` computes the total loss from theirs.
 
-    A rank evaluates the domains that are `mine`; by default the ranks alternate. `known` losses are added as they are.
+    A rank evaluates the domains in `mine`; by default the ranks alternate. `known` losses are added unchanged.
     """
 
     def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
@@ -89,9 +89,9 @@ def train(
     """Train this rank's part of a model in place on `batches` of the named `domains`.
 
     Returns the rows of metrics, one per step and one per evaluation. Training resumes from the newest complete
-    checkpoint below `checkpoints`. Without a checkpoint it begins with the state `first` at the step of that state, or
-    with the model as it is. Parameters that require no gradient keep their exact bits. `evaluate` is called at every
-    checkpoint, or as often as early stopping asks for; the model then ends with the parameters of the lowest loss.
+    checkpoint below `checkpoints`. Without a checkpoint it starts from the state `first` at the step of that state, or
+    from the model as it is. Parameters that require no gradient keep their exact bits. `evaluate` is called at every
+    checkpoint, or, with early stopping, at its interval; the model then ends with the parameters of the lowest loss.
 
     Raises DivergedError on every rank when a loss or gradient is not finite; the update is then not applied. Raises
     StoppedError after SIGTERM, SIGUSR2 or SIGINT, with the state saved.
@@ -114,14 +114,14 @@ def train(
 
 
 def _evaluate_and_save(trainer: Trainer, step: int, trained: bool, evaluate: Evaluation | None) -> bool:
-    """Evaluate the model and save the state after `step` updates, where either is due. Returns whether training ends.
+    """Evaluate the model and save the state after `step` updates, if either is due. Returns whether training ends.
 
-    `trained` says whether this training has done an update.
+    `trained` is whether this process has done an update.
     """
     best, optimization, metrics = trainer.best, trainer.optimization, trainer.metrics
     last, due = step == optimization.end, trained and step % optimization.checkpoint_every == 0
     if last:
-        # Until the results are written, a training that is killed goes on from here.
+        # If a training is killed before the results are written, it resumes from here.
         trainer.save(step)
     if evaluate and (best.due(step, last) if best else last or due):
         dev_loss, more = evaluate(trainer.model)
@@ -137,10 +137,10 @@ def _evaluate_and_save(trainer: Trainer, step: int, trained: bool, evaluate: Eva
 
 
 def step(trainer: Trainer, batches: Batches, domains: Sequence[str], number: int, signalled: Callable[[], int]) -> Row:
-    """Do update `number` (from 0): draw the batch, add up gradients over micro-batches and ranks, update.
+    """Do update `number` (from 0): draw the batch, sum gradients over micro-batches and ranks, update.
 
-    Returns its row of metrics. All ranks call this function. Raises StoppedError, with the state of the step's
-    beginning saved, where `signalled` is not 0 on one of them.
+    Returns its row of metrics. All ranks call this function. If `signalled` is not 0 on one of them, saves the state at
+    the beginning of the step and raises StoppedError.
     """
     begun, sync, metrics = time.monotonic(), trainer.sync, trainer.metrics
     sync.zero()
@@ -172,7 +172,7 @@ def _backward(trainer: Trainer, batches: Batches, step: int, domains: int) -> li
     """Accumulate this rank's gradients of the step's mean loss, times the scale, and begin to send them.
 
     Returns 2 * `domains` numbers for this rank: the sum of losses of each domain, then the number of targets of
-    each domain. The counts of routers follow (`router_metrics`), where a layer has one.
+    each domain. If a layer has a router, its counts follow (`router_metrics`).
     """
     model, optimization, sync = trainer.model, trainer.optimization, trainer.sync
     batch, scale = batches.draw(step), trainer.scale.factor
@@ -195,7 +195,7 @@ def _backward(trainer: Trainer, batches: Batches, step: int, domains: int) -> li
         counts = torch.full_like(part.domains, losses.shape[-1], dtype=torch.float64)  # [E, B]
         loss = losses.sum() * (scale / (batches.targets or batches.tokens))
         for each in auxiliary:
-            # The auxiliary loss counts as its mean over the sequences of the step.
+            # The auxiliary loss is averaged over the sequences of the step.
             loss = loss + each.losses.sum() * (scale * part.inputs.shape[-1] / batches.tokens)
         counted += [each.counts for each in auxiliary]
         torch.autograd.backward(loss)
@@ -207,7 +207,7 @@ def _backward(trainer: Trainer, batches: Batches, step: int, domains: int) -> li
 
 
 def _check_finite(losses: Mapping[str, float], step: int, rows: list[Row]) -> None:
-    """Raise DivergedError if one of the `losses` of update `step` (from 1), after those of `rows`, is not finite."""
+    """Raise DivergedError if one of the `losses` of update `step` (from 1) is not finite; `rows`: earlier metrics."""
     if worst := ", ".join(name for name, value in losses.items() if not math.isfinite(value)):
         cure = "lower the learning rate; the last checkpoint is kept"
         raise DivergedError(step, f"the loss of {worst} is not finite", cure, rows)
@@ -215,7 +215,7 @@ def _check_finite(losses: Mapping[str, float], step: int, rows: list[Row]) -> No
 
 @contextmanager
 def _signals() -> Iterator[Callable[[], int]]:
-    """Count SIGTERM, SIGUSR2 and SIGINT instead of ending at once; a second SIGINT ends the process.
+    """Count SIGTERM, SIGUSR2 and SIGINT instead of ending immediately; a second SIGINT ends the process.
 
     Yields a function that returns the count.
     """

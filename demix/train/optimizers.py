@@ -14,13 +14,13 @@ from demix.run.placement import owners_of
 from demix.train.schedule import Optimization
 from demix.train.state import Row
 
-# The weights of linear maps in blocks. A router is not such a map: it has a row for each expert.
+# The weights of linear maps in layers. A router is not such a map: it has one row per expert.
 _MATRICES = ("attention.qkv.weight", "attention.out.weight", "feedforward.up", "feedforward.down")
-# Of Muon's iteration a·X + b·XXᵀX + c·(XXᵀ)²X, which brings singular values from 0 to 1 to between 0.7 and 1.2.
+# The coefficients of Muon's iteration a·X + b·XXᵀX + c·(XXᵀ)²X, which moves singular values from 0-1 to 0.7-1.2.
 A, B, C = 3.4445, -4.7750, 2.0315
-# So many of them go by squares without the matrix, as the error of a square near 0 grows twelvefold in each.
+# The maximum number of iterations on squares without the matrix; each multiplies the error of a square near 0 by 12.
 BY_SQUARES = 5
-# Of Muon (Jordan et al. 2024): the decay of the mean of gradients in an update, and Newton-Schulz iterations.
+# Muon's constants (Jordan et al. 2024): the decay of the mean of gradients, and the number of Newton-Schulz iterations.
 MOMENTUM, ITERATIONS = 0.95, 5
 # The paper's constants of AdamW.
 PAPER = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-7}
@@ -30,7 +30,7 @@ FIRST_SCALE, LAST_SCALE, GROW_AFTER = 2.0**16, 2.0**-4, 1000
 Group = Literal["matrices", "embeddings", "head", "bigrams", "value_embeddings", "rest"]
 Kept = dict[str, Tensor]
 Ranks = dist.ProcessGroup | None
-# The rows of each matrix, of a parameter that has several one below the other.
+# The number of rows of each matrix in a parameter that stacks several.
 Maps = Mapping[nn.Parameter, tuple[int, ...]]
 
 
@@ -50,9 +50,10 @@ def group_of(name: str) -> Group:
 class Optimizers:
     """One optimizer for each group of the named `parameters`, all with the same schedule.
 
-    `holders` says which ranks have a parameter in addition to this one, if any. One of these ranks updates a matrix
-    with Muon, and with `shard_optimizer` any parameter, keeps its moments, and sends it to the others. This is stage 1
-    of ZeRO (Rajbhandari et al. 2020, section 5.1), by whole parameters. `architecture` is that of the model.
+    `holders` lists the other ranks that have a parameter, if any. For matrices with Muon, and with `shard_optimizer`
+    for all parameters, only one of these ranks keeps the moments, updates the parameter and sends it to the others.
+    This is stage 1 of ZeRO (Rajbhandari et al. 2020, section 5.1), by whole parameters. `architecture` is that of the
+    model.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Optimizers:
         groups: dict[Group, list[nn.Parameter]] = {}
         for name, parameter in parameters.items():
             groups.setdefault(group_of(name) if updates else "rest", []).append(parameter)
-        # With the factors of the learning rate.
+        # The groups with their factors of the learning rate.
         self.optimizers: list[tuple[AdamW | Muon, float]] = []
         for group, members in groups.items():
             ratio = 1.0
@@ -96,7 +97,7 @@ class Optimizers:
             optimizer.parameters = [one for one in optimizer.parameters if one not in self._others]
 
     def _shared_out(self, holders: Mapping[nn.Parameter, Ranks]) -> dict[dist.ProcessGroup, dict[nn.Parameter, int]]:
-        """The rank of each group that updates each parameter of the group, so that moments are shared out evenly.
+        """For each group of ranks, the rank that updates each of its parameters, so that moments are divided evenly.
 
         All ranks of a group name its parameters in the same order.
         """
@@ -108,7 +109,7 @@ class Optimizers:
         return found
 
     def step(self, learning_rate: float) -> None:
-        """Update every parameter by its gradient, and send it to the other ranks that have it."""
+        """Update every parameter with its gradient, and send it to the other ranks that have it."""
         for optimizer, ratio in self.optimizers:
             optimizer.step(learning_rate * ratio)
         works = [
@@ -120,7 +121,7 @@ class Optimizers:
             work.wait()
 
     def gathered(self) -> dict[nn.Parameter, Kept]:
-        """What all ranks keep of each parameter, on the rank that writes it. All ranks call this method."""
+        """The optimizer state of each parameter, on the rank that writes it. All ranks call this method."""
         state = {parameter: kept for optimizer, _ in self.optimizers for parameter, kept in optimizer.state.items()}
         shared = {parameter for owners in self._owners.values() for parameter in owners}
         found = {parameter: kept for parameter, kept in state.items() if parameter not in shared}
@@ -139,7 +140,7 @@ class Optimizers:
         return found
 
     def resume(self, parameter: nn.Parameter, kept: Kept) -> None:
-        """Go on from what was kept of a parameter, on the rank that updates it."""
+        """Restore the optimizer state of a parameter, on the rank that updates it."""
         if parameter not in self._others:
             self._of[parameter].state[parameter] = {name: tensor.to(parameter.device) for name, tensor in kept.items()}
 
@@ -147,9 +148,8 @@ class Optimizers:
 class AdamW:
     """`torch.optim.AdamW` (Loshchilov and Hutter 2019) with fused updates, by default with the constants of `PAPER`.
 
-    The class of torch imports torch's compiler, which needs over a second of the start of each training. `state` holds
-    for each parameter after its first update `step`, the number of its updates, and the means `exp_avg` and
-    `exp_avg_sq`.
+    torch's class would import torch's compiler, which delays the start of each training by over a second. After a
+    parameter's first update, `state` holds `step`, the number of its updates, and the means `exp_avg` and `exp_avg_sq`.
     """
 
     means = ("exp_avg", "exp_avg_sq")
@@ -181,10 +181,9 @@ class AdamW:
 class Muon:
     """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").
 
-    It updates matrices [..., rows, columns], each of a stack by itself, by their momentum without its singular values,
-    as `torch.optim.Muon` does: Nesterov momentum, orthogonalised, times the square root of rows/columns where there are
-    more rows, times the learning rate. `state` holds for each parameter after its first update the mean of its
-    gradients, `momentum`.
+    It updates matrices [..., rows, columns], each in a stack separately, like `torch.optim.Muon`: by the orthogonalised
+    Nesterov momentum, times the square root of rows/columns if there are more rows, times the learning rate. After a
+    parameter's first update, `state` holds the mean of its gradients, `momentum`.
     """
 
     means = ("momentum",)
@@ -199,7 +198,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Update every parameter by its gradient, in whose place its orthogonalised momentum is left."""
+        """Update every parameter with its gradient, which is overwritten by the orthogonalised momentum."""
         for parameter in self.parameters:
             if (gradient := parameter.grad) is None:
                 continue
@@ -213,23 +212,23 @@ class Muon:
                 stack.mul_(1 - learning_rate * self.weight_decay).add_(update, alpha=-learning_rate * scale)
 
     def _matrices(self, parameter: nn.Parameter, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The stacks [matrices, rows, columns] of each of the maps of a parameter, and those of its gradient."""
+        """For each map in a parameter, its stack [matrices, rows, columns], and the stack of its gradient."""
         rows = [*self.maps.get(parameter, parameter.shape[-2:-1])]
         parts = (torch.split(whole.view(-1, *whole.shape[-2:]), rows, 1) for whole in (parameter, gradient))
         return zip(*parts, strict=True)
 
 
 def orthogonalised(matrices: Tensor, iterations: int) -> Tensor:
-    """`matrices` [..., rows, columns] with all singular values near 1, by so many Newton-Schulz iterations.
+    """`matrices` [..., rows, columns] with all singular values near 1, after `iterations` Newton-Schulz iterations.
 
-    A GPU computes in bf16 what is not float64, as `torch.optim.Muon` does.
+    Like `torch.optim.Muon`, a GPU uses bf16, except for float64.
     """
     half = matrices.is_cuda and matrices.dtype != torch.float64
     tall = matrices.shape[-2] > matrices.shape[-1]
     stack = matrices.view(-1, *matrices.shape[-2:])
     x: Tensor = (stack.mT if tall else stack).to(torch.bfloat16 if half else matrices.dtype)
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    # Fewer operations for a wide matrix, and too few digits for bf16.
+    # This needs fewer operations for a wide matrix, but more digits than bf16 has.
     if not half and 2 * x.shape[-1] > 3 * x.shape[-2]:
         for before in range(0, iterations, BY_SQUARES):
             x = _by_squares(x, min(BY_SQUARES, iterations - before))
@@ -241,7 +240,7 @@ def orthogonalised(matrices: Tensor, iterations: int) -> Tensor:
 
 
 def _by_squares(x: Tensor, iterations: int) -> Tensor:
-    """`x` [matrices, m, n] after so many iterations, each of which multiplies it by a polynomial of its square.
+    """`x` [matrices, m, n] after `iterations`, each of which multiplies it by a polynomial of its square.
 
     X becomes P·X and XXᵀ becomes P·XXᵀ·P for P = a + b·XXᵀ + c·(XXᵀ)², so that X itself is multiplied once.
     """
@@ -258,8 +257,8 @@ def _by_squares(x: Tensor, iterations: int) -> Tensor:
 class LossScale:
     """The factor of the loss in training with numbers of type `dtype`: 1, except in fp16, whose small gradients vanish.
 
-    `unscathed` counts the updates since the factor changed. Metrics hold the factor after each update, so that they are
-    the state.
+    `unscathed` counts the updates since the factor changed. Metrics contain the factor after each update, so no other
+    state is needed.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -268,11 +267,11 @@ class LossScale:
 
     @property
     def metrics(self) -> Row:
-        """What a row of metrics says of the scale."""
+        """The values of the scale in a row of metrics."""
         return {"loss_scale": self.factor} if self.dynamic else {}
 
     def resume(self, rows: Iterable[Row]) -> None:
-        """Go on from the `rows` of the updates before."""
+        """Restore the scale from the `rows` of earlier updates."""
         for factor in (row["loss_scale"] for row in rows if "loss_scale" in row):
             self.unscathed = self.unscathed + 1 if factor == self.factor else 0
             self.factor = factor
@@ -284,7 +283,7 @@ class LossScale:
             self.factor, self.unscathed = self.factor * 2.0, 0
 
     def shrink(self) -> tuple[str, str] | None:
-        """Record gradients that are not finite. Returns cause and cure where no smaller scale would help."""
+        """Record gradients that are not finite. Returns cause and cure if a smaller scale would not help."""
         if not self.dynamic:
             return "the gradient is not finite", "lower the learning rate"
         self.factor, self.unscathed = self.factor * 0.5, 0

@@ -1,8 +1,8 @@
 """Data-parallel training: gradients of shared parameters are summed over all ranks, an expert's over its own ranks.
 
-Sums need no division: the loss that goes backward is divided by the tokens of the whole step, of all domains and ranks
-(`demix.train.loop`). A single process runs the same code without a process group. The ranks of one domain have
-consecutive numbers, so that on a cluster most of an expert's traffic stays inside a node (paper, section 3.4).
+Sums need no division, because the loss before backward is divided by the tokens of the whole step, over all domains and
+ranks (`demix.train.loop`). A single process runs the same code without a process group. The ranks of one domain have
+consecutive numbers, so on a cluster most of an expert's communication stays inside a node (paper, section 3.4).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # Bytes of gradients per all-reduce: few enough to start during backward, and enough to make latency negligible.
 BUCKET_BYTES = 25 << 20
-# So many squares are added up in their own type on a CPU, where more would lose digits.
+# The maximum number of squares that a CPU sums in their own type; more would lose digits.
 PIECE = 1 << 14
 # A rank gives up after it has waited this long for another. The first collective waits for the slowest start.
 TIMEOUT = timedelta(minutes=30)
@@ -39,8 +39,8 @@ _Register = Callable[[Callable[[Tensor], None]], object]
 class World:
     """The processes (ranks) that train one model together, seen from one rank.
 
-    `groups` holds the group of all ranks and the group of the ranks with the same experts as this rank. None represents
-        a group of one rank. `writes_experts` is true on the first of the ranks with the same experts.
+    `groups` holds the group of all ranks, and the group of the ranks with the same experts as this rank. None stands
+    for a group of one rank. `writes_experts` is true on the first of the ranks with the same experts.
     """
 
     rank: int = 0
@@ -73,7 +73,7 @@ class World:
         return numbers.tolist()
 
     def owns(self, number: int) -> bool:
-        """Whether this rank does the work of this `number`, of works that the ranks do in turn."""
+        """Whether this rank does the piece of work with this `number`; the ranks take turns."""
         return number % self.size == self.rank
 
     def wait(self) -> None:
@@ -98,7 +98,7 @@ def joined() -> Iterator[World]:
         logging.getLogger().setLevel(logging.WARNING)
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if not os.environ.keys() & {"DEMIX_LAUNCHER", "DEMIX_FINGERPRINT"}:
-        # A variable that some other program left would make this process wait for ranks that nobody starts.
+        # If another program has set this variable, this process would wait for ranks that do not exist.
         message = (
             "rank %d of WORLD_SIZE=%d waits at %s for the others, at most %d minutes; if it is the only one, unset it"
         )
@@ -115,14 +115,14 @@ def joined() -> Iterator[World]:
         yield world
         # A rank that closes its connections while another still reads from them would end the other with an error.
         world.wait()
-    # After an error the group is not destroyed: the other ranks may wait for this rank, which must exit at once.
+    # After an error the group is not destroyed, because this rank must exit at once; other ranks may wait for it.
     dist.destroy_process_group()
 
 
 class _Bucket:
     """The gradients of several parameters in one flat tensor, which is sent to the ranks of `group` as a whole.
 
-    With `counts` this rank adds the bucket to the gradient norm, in which each parameter counts once.
+    With `counts` this rank adds the bucket to the gradient norm, so that each parameter is counted once.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, counts: bool):
@@ -135,10 +135,10 @@ class _Bucket:
 
 
 class GradientSync:
-    """Sums gradients over the ranks that share a parameter, while backward still computes other gradients.
+    """Sums gradients over the ranks that share a parameter, while the backward pass still computes other gradients.
 
-    After the first backward of a step gradients that other ranks need are views into flat buckets. All ranks send the
-    buckets in the same fixed order. Gradients of parameters that only this rank has stay where backward writes them.
+    After the first backward pass of a step, gradients that other ranks need are views into flat buckets. All ranks send
+    the buckets in the same fixed order. Gradients of parameters that only this rank has stay where they were written.
     `sent` counts the bytes given to all-reduce in this step.
     """
 
@@ -163,7 +163,7 @@ class GradientSync:
                     register(self._hook(bucket, part))
 
     def zero(self) -> None:
-        """Begin a step without gradients: the next backward writes them, which costs less than to add them to zeros."""
+        """Begin a step without gradients: the next backward pass writes them, which is faster than adding to zeros."""
         self.sent = 0
         for parameter in self._parameters:
             parameter.grad = None
@@ -176,7 +176,7 @@ class GradientSync:
 
     def finish(self) -> None:
         """Send the remaining buckets, and wait until every gradient is the sum over its ranks."""
-        # The loss does not depend on a parameter without a gradient.
+        # If a parameter has no gradient, the loss does not depend on it.
         for parameter in self._unshared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -193,8 +193,8 @@ class GradientSync:
     def clip(self, most: float, scale: float = 1.0) -> float:
         """Divide gradients by `scale`, then clip them to a global L2 norm of at most `most`.
 
-        Returns the norm before clipping, equal on all ranks. Each expert counts once in the norm, however many
-        ranks hold it. If the norm is not finite, the gradients stay as they are.
+        Returns the norm before clipping, equal on all ranks. In the norm, each expert counts once, even if several
+        ranks hold it. If the norm is not finite, the gradients do not change.
         """
         unshared = [parameter.grad for parameter in self._unshared if parameter.grad is not None]
         counted = [bucket.flat for bucket in self.buckets if bucket.counts]
@@ -229,7 +229,7 @@ def _square(gradients: list[Tensor]) -> float:
     """The sum of squares of all elements, in float64 because there may be a billion of them."""
     if not gradients:
         return 0.0
-    # A CPU adds up a tensor's squares one after the other, in fp32 four times as fast as in float64.
+    # A CPU sums a tensor's squares sequentially, and in fp32 four times as fast as in float64.
     if gradients[0].device.type == "cpu":
         gradients = [piece for gradient in gradients for piece in torch.split(gradient, PIECE)]
     return float(torch.stack(torch._foreach_norm(gradients)).double().square().sum())

@@ -1,4 +1,4 @@
-"""How parameters are updated, with which learning rate, and when training ends."""
+"""Updates of parameters, the learning-rate schedule, and the end of training."""
 
 import math
 
@@ -9,10 +9,10 @@ from demix.settings import Integer, Positive
 class Optimization(Execution, OptimizerRecipe):
     """How parameters are updated in `steps` optimizer updates, and how the updates are computed.
 
-    The states after the numbers of updates in `keep` are saved and never removed. The schedule of the learning rate
-    begins at update `begin`. Training ends after `until` updates, by default after all. With a `patience` (early
-    stopping) the model is evaluated on dev every `evaluate_every` updates, and training ends after so many evaluations
-    without a new lowest loss.
+    The states after the numbers of updates in `keep` are saved and never removed. The learning-rate schedule begins at
+    update `begin`. Training ends after `until` updates, by default after all. With a `patience` (early stopping) the
+    model is evaluated on dev every `evaluate_every` updates, and training ends after `patience` evaluations without a
+    new lowest loss.
     """
 
     steps: Positive

@@ -1,4 +1,4 @@
-"""The train stage: it turns token shards into a model directory and a metrics file, with checkpoints on the way."""
+"""The train stage: it writes a model directory and a metrics file from token shards, with checkpoints meanwhile."""
 
 import dataclasses
 import logging
@@ -56,14 +56,14 @@ class Training(TrainingRecipe):
 
 @dataclass(frozen=True)
 class ModelTraining:
-    """The training of one model of a `kind` (`demix.config.models.KINDS`): all that is known before it begins.
+    """The training of one model of a `kind` (`demix.config.models.KINDS`): everything known before it begins.
 
     `shards` are one tokens/<domain>/train.arrow per domain, and every domain's dev.arrow if `dev_blocks` is above 0.
-    Training begins with the seed in the folder `branch`, if there is one, and goes on with its schedule, or has one of
-    its own (`restart`, and always where a router weighs feedforwards). A model that is one of `share` experts of a
-    larger model gets that part of the tokens. The states after `keep` updates stay. Training ends after `until`
-    updates, if that is given, and makes the seed that other trainings begin with. An expert that is anchored reads the
-    `public` text of all domains, to begin.
+    Training starts from the seed in the folder `branch`, if there is one. It continues the seed's schedule, or has its
+    own (with `restart`, and always if the model has routers). A model that is one of `share` experts of a larger model
+    gets that fraction of the tokens. The states after `keep` updates are kept. If `until` is given, training ends after
+    that many updates and writes the seed from which other trainings start. An anchored expert also reads the `public`
+    text of all domains at its start.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class ModelTraining:
 
     @property
     def row(self) -> Kind:
-        """The row of `KINDS`."""
+        """The model type in `KINDS`."""
         return KINDS[self.kind]
 
     @property
@@ -92,7 +92,7 @@ class ModelTraining:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """The domains that are learned from, in order."""
+        """The domains on which the model trains, in order."""
         return tuple(path.parent.name for path in self.train_shards)
 
     @property
@@ -106,7 +106,7 @@ class ModelTraining:
         return self.settings.steps(len(self.domains) * self.share)
 
     def of_expert(self, domain: str) -> "ModelTraining":
-        """The training of the expert of one domain, which is a whole model, with its share of the tokens."""
+        """The training of one domain's expert as a whole model, with its share of the tokens."""
         if self.row.expert_scope != "model" or domain not in self.domains:
             cause = f"is not an expert of kind {self.kind} that is trained by itself on its own tokens"
             cure = f"omit --expert, or use kind branched or anchored and one of {', '.join(self.domains)}"
@@ -117,13 +117,13 @@ class ModelTraining:
 
     @cached_property
     def seed(self) -> SeedState | None:
-        """The seed that training begins with. Raises DemixError if it does not fit (`demix.train.branch.read_seed`)."""
+        """The seed from which training starts. Raises DemixError if it does not fit (`train.branch.read_seed`)."""
         restart = self.restart or self.row.has_routers
         return None if self.branch is None else read_seed(self.branch, self._own_identity, restart)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What identifies the training: the same identity is the same training, and gives the same bits."""
+        """The identity of the training. Trainings with the same identity yield the same bits."""
         return self._own_identity | ({} if self.seed is None else {"parent": self.seed.origin})
 
     @cached_property
@@ -139,19 +139,19 @@ class ModelTraining:
             "training": fingerprinted(self.settings),
             "tokenizer_sha256": manifests[self.domains[0]]["tokenizer_sha256"],
             "data": {domain: manifest["sha256"] for domain, manifest in manifests.items()},
-            # The order of the domains counts too, because it is the order of the stacked experts.
+            # The order of the domains is included, because it is the order of the stacked experts.
             "domains": list(manifests),
         } | more
 
 
 def train_model(training: ModelTraining, places: Places) -> None:
-    """Train one model, and write its directory or seed and the metrics at the end, with checkpoints on the way.
+    """Train one model, with checkpoints meanwhile, and at the end write its directory or seed, and its metrics.
 
     Every rank of a world (`demix.train.parallel.joined`) calls this function and trains its own placement
     (`demix.run.placement.place`).
 
-    Where no model is kept but only the metrics, as a sweep of learning rates needs, a run that diverges raises no
-    error: its last row of metrics has the cause under `diverged`.
+    If only the metrics are kept, as for a sweep of learning rates, a training that diverges raises no error: its last
+    row of metrics has the cause under `diverged`.
     """
     settings, domains, until = training.settings, training.domains, training.until
     set_threads(settings.threads)
@@ -197,9 +197,9 @@ def train_model(training: ModelTraining, places: Places) -> None:
 
 
 def _begun(training: ModelTraining, model: GPT, world: World) -> State | None:
-    """The state of the seed as one of `model`, which is initialised; None without a seed.
+    """The state of the seed, converted to one of the initialised `model`; None without a seed.
 
-    What is not to be trained of the model is frozen.
+    Parameters of the model that are not trained are frozen.
     """
     first = None
     if training.seed is not None:
@@ -226,7 +226,7 @@ def _initial(training: ModelTraining, architecture: Architecture, shard: TokenSh
     if kind.has_routers != bool(architecture.routed):
         cause = f"{'lacks' if kind.has_routers else 'has'} routed, but the model is of kind {kind.name}"
         raise DemixError("--settings.architecture", cause, "copy both from the command that snakemake prints")
-    # A model without expert tensors still stores its feedforwards in a separate file, as those of its one expert.
+    # A model without expert tensors also stores its feedforwards in a separate file, as those of its one expert.
     scope = "feedforward" if kind.expert_scope == "none" else kind.expert_scope
     own = tuple(training.experts[number] for number in placement.experts)
     domain_tokens = training.domains if kind.domain_tokens else ()
@@ -234,20 +234,20 @@ def _initial(training: ModelTraining, architecture: Architecture, shard: TokenSh
 
 
 def _write_model(training: ModelTraining, model: GPT, tokens: int, output: Path, world: World) -> None:
-    """Write a trained model to `output`: rank 0 what its experts share, and one rank per expert the expert's own.
+    """Write a trained model to `output`: rank 0 writes the shared tensors, and one rank per expert that expert's own.
 
-    Last of all, rank 0 writes the manifest.
+    At the end, rank 0 writes the manifest.
     """
     shared, own = parameters(model.architecture, model.vocab_size, len(model.domain_tokens), model.expert_scope)
     seed, identity = training.seed, training.identity
     tokenizer_sha256, data = identity["tokenizer_sha256"], identity["data"]
-    # All experts have learned from what the seed has seen.
+    # All experts were trained on the tokens of the seed.
     before = {} if seed is None else seed.manifest.data_sha256
     begun = seed.manifest.tokens or 0 if seed and seed.manifest.step else 0
     seen = {"steps": training.steps, "tokens": tokens, "data_sha256": before | data}
     if world.rank == 0:
         save_shared(model, output)
-        # Of results/<run>/tokens/<domain>/train.arrow, or of clusters/<clustering>/shards/<cluster>/train.arrow.
+        # The path is results/<run>/tokens/<domain>/train.arrow or …/clusters/<clustering>/shards/<cluster>/train.arrow.
         above = (folder / "tokenizer.json" for folder in training.shards[0].resolve().parents[2:5:2])
         copy_tokenizer(next((path for path in above if path.is_file()), None), output, tokenizer_sha256)
     world.wait()
@@ -300,7 +300,7 @@ def optimization(
 ) -> Optimization:
     """The loop's settings from those of a training or an adaptation, for `steps` updates at a peak `learning_rate`.
 
-    `more` are those that only the loop has.
+    `more` are settings that only the loop has.
     """
     shared = {name: getattr(given, name) for name in (*names_of(OptimizerRecipe), *names_of(Execution))}
     return Optimization(steps=steps, learning_rate=learning_rate, **shared, **more)

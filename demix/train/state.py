@@ -54,10 +54,10 @@ def training_lock(directory: Path, world: World) -> Iterator[None]:
         yield
         return
     # After the loss of a node, SLURM may restart a job before the node has ended the old one. A job whose snakemake was
-    # killed saves its state before it ends.
+    # killed needs time to save its state.
     patience = 600.0 if "SLURM_JOB_ID" in os.environ else 60.0 if is_job.is_set() else 0.0
     with exclusive(directory / "lock", "trains this run", patience):
-        # A process that was killed while it wrote has left these folders.
+        # Processes that were killed while writing may have left such folders.
         for partial in directory.glob(".*.partial"):
             shutil.rmtree(partial, ignore_errors=True)
         yield
@@ -66,7 +66,7 @@ def training_lock(directory: Path, world: World) -> Iterator[None]:
 def save_state(directory: Path, state: State, world: World, keep: int, steps: Sequence[int] = ()) -> None:
     """Write the checkpoint `directory/step-<step>/`. All ranks must call this function, and each writes its part.
 
-    The manifest with the sha256 of all files is written last; then the folder gets its name. Older checkpoints are
+    The manifest with the sha256 of all files is written last; then the folder is renamed. Older checkpoints are
     removed, except the newest `keep` and those of `steps`.
     """
     path = directory / step_folder(state.step)
@@ -90,7 +90,7 @@ def save_state(directory: Path, state: State, world: World, keep: int, steps: Se
             write_json(temporary / "manifest.json", manifest)
             fsync(temporary)
             if path.exists():
-                # A readable checkpoint would have been resumed from, so this one could not be read.
+                # This checkpoint is damaged; otherwise training would have resumed from it.
                 path.rename(path.with_name(f".{path.name}.old.partial"))
             temporary.rename(path)
             fsync(directory)
@@ -104,8 +104,8 @@ def save_state(directory: Path, state: State, world: World, keep: int, steps: Se
 def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> State | None:
     """The newest complete checkpoint below `directory` with the named experts; None if there is none.
 
-    A checkpoint without a manifest was never finished and is ignored. A checkpoint whose bytes changed is skipped with
-    a warning. All ranks choose the same checkpoint.
+    A checkpoint without a manifest is incomplete and ignored. A checkpoint whose bytes changed is skipped with a
+    warning. All ranks choose the same checkpoint.
     """
     for path in reversed(_steps(directory)):
         state = None
@@ -119,7 +119,7 @@ def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> Sta
 
 
 def tell_done() -> None:
-    """Tell the process that waits for a SLURM job (`demix.launch.slurm`) that all results of the job are written."""
+    """Notify the process that waits for a SLURM job (`demix.launch.slurm`) that all results of the job are written."""
     if done := os.environ.get("DEMIX_DONE"):
         files = [path for path in Path(done).parent.rglob("*") if path.is_file()]
         write_json(done, {"files": {str(path.relative_to(Path(done).parent)): path.stat().st_size for path in files}})

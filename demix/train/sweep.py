@@ -1,4 +1,4 @@
-"""A model's learning rate, chosen from short trainings with several: the fastest that does not diverge."""
+"""The choice of a model's learning rate by short trainings: the largest rate that does not diverge."""
 
 import math
 from collections.abc import Sequence
@@ -10,15 +10,16 @@ import numpy as np
 from demix.errors import DemixError
 from demix.files import read_json, read_json_lines, write_json
 
-# Parts of a run whose mean losses are compared, and nats per token by which its end may be above the lowest.
+# The number of parts of a trial whose mean losses are compared, and the allowed nats per token of its end above the
+# lowest part.
 PARTS, MARGIN = 10, 0.1
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run with one learning rate: its mean loss in each tenth of its steps, in nats per token.
+    """A trial of one learning rate: its mean loss in each tenth of its steps, in nats per token.
 
-    `diverged` says why it did, or is None. A loss or gradient that was not finite leaves no `parts` to compare.
+    `diverged` is the reason why it diverged, or None. If a loss or gradient was not finite, there are no `parts`.
     """
 
     learning_rate: float
@@ -27,7 +28,7 @@ class Trial:
 
 
 def read_trial(path: Path) -> Trial:
-    """The run whose metrics are in <learning rate>.jsonl, as `demix train` writes them without `--output`."""
+    """The trial whose metrics are in <learning rate>.jsonl, as written by `demix train` without `--output`."""
     rows = read_json_lines(path)
     try:
         rate = float(path.stem)
@@ -43,11 +44,11 @@ def read_trial(path: Path) -> Trial:
 
 
 def judge(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials by increasing learning rate, each with whether it diverged.
+    """The trials by increasing learning rate, each with the reason if it diverged.
 
-    It did where a loss or gradient was not finite, and where the mean loss in the last tenth of the steps is more than
-    `MARGIN` above that in the best tenth: of its own, or of a trial at a lower rate, without which a run that blew up
-    at once and then stayed where it was would pass.
+    A trial diverged if a loss or gradient was not finite, or if the mean loss in the last tenth of its steps is more
+    than `MARGIN` above the lowest tenth of this trial or of a trial at a lower rate. The comparison with lower rates
+    detects a trial whose loss rose at once and then stayed there.
     """
     judged, lowest, where = [], math.inf, 0.0
     for trial in sorted(trials, key=lambda trial: trial.learning_rate):
@@ -65,7 +66,7 @@ def judge(trials: Sequence[Trial]) -> list[Trial]:
 def choose_rate(metrics: Sequence[Path], output: Path) -> float:
     """Write to `output`, and return, the largest learning rate of the sweep's `metrics` that did not diverge.
 
-    The record holds every trial. Raises DemixError where all diverged, naming them.
+    The file records every trial. Raises DemixError that names all trials if all diverged.
     """
     trials = judge([read_trial(path) for path in metrics])
     good = [trial.learning_rate for trial in trials if trial.diverged is None]

@@ -1,4 +1,4 @@
-"""The end of all ranks of a training after an error of one."""
+"""Ending all ranks of a training after an error of one rank."""
 
 import json
 import os
@@ -15,19 +15,19 @@ from demix.errors import DemixError
 from demix.launch.progress import Failure, key_of_failure
 
 FOR_EVER = timedelta(days=3650)
-# After a rank has failed, it has so many seconds to report its error, before the others end.
+# Seconds that a failed rank has to report its error before the others end.
 LAST_WORDS = 5.0
 
 
 @contextmanager
 def ending_together(rank: int, size: int) -> Iterator[None]:
-    """Tell the other ranks of an error of this one, and end this process with the first error of another.
+    """Report an error of this rank to the others, and end this process if another rank reports an error first.
 
-    With NCCL, a rank waits as long for an ended rank as for a slow one. The store at which the ranks met holds the
-    first error.
+    This is needed because with NCCL a rank waits as long for a rank that has ended as for a slow one. The first error
+    is in the store at which the ranks met.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # While a connection waits it does nothing else.
+    # A connection that waits cannot be used for anything else.
     store, waiting = (
         dist.TCPStore(host, port, wait_for_workers=False, timeout=FOR_EVER)  # type: ignore[attr-defined]
         for _ in range(2)
@@ -42,7 +42,7 @@ def ending_together(rank: int, size: int) -> Iterator[None]:
         os._exit(1)
 
     def watch() -> None:
-        # The store ends with the process of the first rank, if that has it.
+        # If the process of the first rank has the store, the store ends with it.
         with suppress(dist.DistError):
             text = waiting.get(key)
             if not done.wait(LAST_WORDS):
@@ -55,7 +55,7 @@ def ending_together(rank: int, size: int) -> Iterator[None]:
         own = json.dumps(asdict(Failure.of(rank, error))).encode()
         with suppress(dist.DistError):
             first = store.compare_set(key, "", own.decode())
-            # Connections that are cut are not a cause.
+            # A lost connection is not the cause of an error.
             if first != own and not isinstance(error, DemixError):
                 end(first)
         raise

@@ -1,4 +1,4 @@
-"""A model in training, with all that its training knows: what a checkpoint holds."""
+"""A model in training, with its whole training state, which a checkpoint stores."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ from demix.train.state import Row, State, lines_of, newest_state, save_state
 
 log = logging.getLogger(__name__)
 
-# The names of what optimizers keep of a parameter; a checkpoint restores these and no others.
+# The names of an optimizer's values for a parameter; a checkpoint restores only these.
 KEPT = ("step", *AdamW.means, *Muon.means)
 
 
@@ -39,11 +39,11 @@ class DivergedError(DemixError):
 
 
 class Trainer:
-    """A model on this rank's device, and what its training changes.
+    """A model on this rank's device, and everything that its training changes.
 
     These are the parameters that require a gradient, the sums of their gradients over ranks, the moments of the
-    optimizers, the scale of the loss, the best parameters so far (with early stopping), and the metrics. Checkpoints go
-    below `directory`; `saved` is the step of the newest.
+    optimizers, the scale of the loss, the best parameters so far (with early stopping), and the metrics. Checkpoints
+    are written below `directory`; `saved` is the step of the newest.
     """
 
     def __init__(self, model: GPT, optimization: Optimization, directory: Path, world: World):
@@ -64,9 +64,9 @@ class Trainer:
         self.saved: int | None = None
 
     def resume(self, first: State | None) -> int:
-        """Go on from the newest complete checkpoint, else from the state `first`, else from the model as it is.
+        """Resume from the newest complete checkpoint, else from the state `first`, else from the model as it is.
 
-        Returns the number of updates before.
+        Returns the number of updates done before.
         """
         resumed = newest_state(self.directory, self.model.experts, self.world)
         state = resumed or first
@@ -82,9 +82,9 @@ class Trainer:
         return state.step if state else 0
 
     def update(self, step: int) -> float:
-        """Do update `step` (from 0) by the gradients, clipped, unless their norm, which is returned, is not finite.
+        """Do update `step` (from 0) with the clipped gradients, unless their norm is not finite; returns the norm.
 
-        Raises DivergedError where a smaller scale of the loss would not help.
+        Raises DivergedError if a smaller scale of the loss would not help.
         """
         norm = self.sync.clip(self.optimization.clip, self.scale.factor)
         if math.isfinite(norm):
@@ -95,7 +95,7 @@ class Trainer:
         return norm
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of the state after `step` updates, unless it is on disk already."""
+        """Write a checkpoint of the state after `step` updates, unless it is already on disk."""
         if step == self.saved:
             return
         tensors = {f"parameter/{name}": p.detach() for name, p in self.trained.items()}
@@ -111,7 +111,7 @@ class Trainer:
         self.saved = step
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy saved tensors into the parameters and the moments, where there are some."""
+        """Copy saved tensors, if there are any, into the parameters and the moments."""
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(tensors[f"parameter/{name}"])
@@ -121,7 +121,7 @@ class Trainer:
 
 
 class Best:
-    """The losses on dev so far, by the number of updates, and a copy of the parameters `trained` with the lowest."""
+    """The dev losses so far, by number of updates, and a copy of the parameters `trained` at the lowest loss."""
 
     def __init__(self, trained: Mapping[str, nn.Parameter], optimization: Optimization):
         self.trained, self.optimization = trained, optimization
@@ -135,7 +135,7 @@ class Best:
 
     @property
     def since(self) -> int:
-        """The number of evaluations since the first of the lowest loss."""
+        """The number of evaluations since the first one with the lowest loss."""
         losses = [*self.losses.values()]
         return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
@@ -145,13 +145,13 @@ class Best:
         return self.since >= self.optimization.patience
 
     def resume(self, tensors: Mapping[str, Tensor], rows: Iterable[Row]) -> None:
-        """Go on from the tensors of a checkpoint and the rows of the updates before."""
+        """Restore from the tensors of a checkpoint and the rows of earlier updates."""
         self.losses = {row["step"]: row["early_stopping_loss"] for row in rows if "early_stopping_loss" in row}
         kept = {name: tensors[f"best/{name}"] for name in self.trained if f"best/{name}" in tensors}
         self.parameters = {name: tensor.to(self.trained[name].device) for name, tensor in kept.items()}
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether the model is to be evaluated after `step` updates."""
+        """Whether the model must be evaluated after `step` updates."""
         return (last or step % self.optimization.evaluate_every == 0) and step not in self.losses
 
     def note(self, step: int, loss: float) -> None:
@@ -163,7 +163,7 @@ class Best:
             log.info("stopping at step %d: no lower dev loss in %d evaluations", step, self.since)
 
     def restore(self) -> None:
-        """Give the model the parameters of the lowest loss."""
+        """Set the model's parameters to those of the lowest loss."""
         with torch.no_grad():
             for name, tensor in self.parameters.items():
                 self.trained[name].copy_(tensor)
@@ -172,7 +172,7 @@ class Best:
 class Metrics:
     """The rows of a training so far, for each update and each evaluation.
 
-    The file `path` holds the same rows, for who watches; None writes no file.
+    The file `path` has the same rows, so that others can watch the training; None writes no file.
     """
 
     def __init__(self, path: Path | None):
@@ -185,7 +185,7 @@ class Metrics:
         return int(self.rows[-1]["tokens"]) if self.rows else 0
 
     def begin(self, rows: Iterable[Row]) -> None:
-        """Begin with `rows`, those of the updates before, and write the file again."""
+        """Begin with the `rows` of earlier updates, and rewrite the file."""
         self.rows = [*rows]
         if self.path is not None:
             write_text(self.path, lines_of(self.rows))
