@@ -1,7 +1,7 @@
-"""What is chosen on dev splits: parameters of mixing rules, and the parent of an added expert (paper, section 6).
+"""Choices on dev splits: parameters of mixing rules, and the parent of an added expert (paper, section 6).
 
-`tempered` is chosen by model, `switching` by domain. No text of a novel domain is used in the choice for a model, so
-`tempered` does not know the domain of a text.
+`tempered` is chosen per model, `switching` per domain. The choice for a model uses no text of a novel domain, so
+`tempered` is domain-agnostic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,19 +23,19 @@ from demix.model.manifest import tempered_of
 BETAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 GAMMAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
 ALPHAS = (0.001, 0.003, 0.01, 0.03, 0.06, 0.1, 0.2, 0.35, 0.6, 1.0)
-# For two experts or fewer: without a domain's own expert there is nothing to mix.
+# Parameters for two experts or fewer, where nothing can be mixed without a domain's own expert.
 DEFAULT = Tempered(*DEFAULTS["tempered"])
 
 
 def tempered_on_dev(dev: Mapping[str, ScoreTable], reset: bool = False) -> dict[Tempered, float]:
-    """The grid of `tempered` with the nats per token of each rule, the best first.
+    """The grid of `tempered` with the nats per token of each rule, from the best on.
 
     `dev` holds the table of each training domain's dev split.
 
-    Nats per token are the mean over domains of the loss of all experts and of the loss without the domain's own expert,
-    both under a uniform prior. The second represents novel domains. Where no expert has the name of the domain, the
-    expert of the lowest loss on it is left out. With two experts or fewer the grid is empty. With `reset` the sums of
-    the rules begin again at each block.
+    Nats per token are the mean, over domains, of two losses with a uniform prior: with all experts, and without the
+    domain's own expert. The second loss stands for novel domains. If no expert has the name of the domain, the expert
+    with the lowest loss on it is left out. With two experts or fewer the grid is empty. With `reset` the sums of the
+    rules start again at each block.
     """
     parts = []
     for domain, table in dev.items():
@@ -56,9 +56,9 @@ def tempered_on_dev(dev: Mapping[str, ScoreTable], reset: bool = False) -> dict[
 
 
 def switching_on_dev(dev: ScoreTable, log_prior: np.ndarray, reset: bool = False) -> WeightsRule:
-    """The rule `switching` with the α that gives a domain's dev split the lowest loss under the prior `log_prior`.
+    """The rule `switching` with the α of lowest loss on a domain's dev split, with the prior `log_prior`.
 
-    With `reset` its chain begins again at each block.
+    With `reset` its chain starts again at each block.
     """
     rules = [in_blocks(Switching(alpha)) if reset else Switching(alpha) for alpha in ALPHAS]
     return max(rules, key=lambda rule: Mixture(rule, log_prior).table(dev.scores, dev.mask).sum())
@@ -72,9 +72,9 @@ def mixing_of(model: Path) -> Tempered:
 def choose_parent(scores: Path, domain: str, experts: Sequence[str], *, blocks: int, decay: float) -> dict[str, Any]:
     """The expert to copy for `domain`: the highest cached posterior (`history`) on its dev split (paper, section 6).
 
-    Returns parent, its posterior, and for comparison the expert of lowest dev loss, with all posteriors and
-    losses (nats per token) by expert. `scores` is scores/<model>; `blocks` of dev and `decay` (lambda) make the
-    posterior. For a masked model, which has no such posterior, the fitted prior of these blocks replaces it.
+    Returns the parent, its posterior, and for comparison the expert of lowest dev loss, with all posteriors and losses
+    (nats per token) by expert. `scores` is scores/<model>; the posterior is computed from `blocks` of dev with `decay`
+    (lambda). For a masked model, which has no such posterior, the fitted prior of these blocks replaces it.
     """
     table = read_scores(scores / f"{domain}.dev", experts)
     if table.folds:
@@ -124,11 +124,11 @@ def average_experts(
     blocks: int = 100,
     decay: float = DECAY,
 ) -> None:
-    """Average the parameters of experts, by equal weights or by the cached prior of a domain.
+    """Average the parameters of experts, with equal weights or with the cached prior of a domain.
 
-    The prior is made of `blocks` blocks of the domain's dev split in `scores`, the model's folder of score tables.
+    The prior comes from `blocks` blocks of the domain's dev split in `scores`, the model's folder of score tables.
     """
-    # torch, which no other function here needs.
+    # This imports torch, which no other function here needs.
     from demix.model.merge import merge_experts
 
     weights = dict.fromkeys(experts, 1 / len(experts))

@@ -1,11 +1,12 @@
-"""Classification by a mixture of experts: accuracy by routing, from the stored log-probabilities of labels.
+"""Classification by a mixture of experts: accuracy per mixing method, from the stored log-probabilities of labels.
 
 Sources: Gururangan et al. 2023, section 5.1 and appendix A.7; Holtzman et al. 2021 for calibration. The log-probability
-of a label is the sum over its tokens of log Σ_j g[t, j]·p_j(token), and the likeliest label is chosen. A routing gives
-the weights g. Where they come only from the text, the tokens of the label that came before count as text too.
+of a label is the sum over its tokens of log Σ_j g[t, j]·p_j(token), and the likeliest label is chosen. A routing (a
+mixing method for tasks) gives the weights g. If they depend only on the text, earlier tokens of the label are part of
+the text.
 
-The released code mixes whole labels: each expert's log-probabilities of the labels go through a softmax over labels,
-and Σ_j g[j]·softmax_j(label) chooses. A row next to each routing whose weights are the same for all tokens does so.
+The released code mixes whole labels: it applies a softmax over labels to each expert's log-probabilities, and chooses
+by Σ_j g[j]·softmax_j(label). Each routing with the same weights for all tokens also has a row for this method.
 """
 
 import hashlib
@@ -37,7 +38,7 @@ from demix.settings import DistinctItems, Positive, Settings
 
 
 class Classification(Settings):
-    """What is classified, by which models, and by which routings."""
+    """The tasks of a classification, the models, and the routings."""
 
     tasks: dict[str, Task]
     models: tuple[ClassifiedModel, ...]
@@ -51,7 +52,7 @@ class Classification(Settings):
 class Scored:
     """The log p in nats of a prompt's tokens under E experts: of its context [N, E] and of each label [n, E].
 
-    `cue` is the same without the text, where the task is calibrated.
+    If the task is calibrated, `cue` has the same without the text.
     """
 
     prompt: Prompt
@@ -61,7 +62,7 @@ class Scored:
 
     @property
     def sums(self) -> np.ndarray:
-        """log p [L, E] in nats of each label under each expert, less that without the text where there is a cue."""
+        """log p [L, E] in nats of each label under each expert; with a cue, minus log p without the text."""
         found = np.stack([label.sum(axis=0) for label in self.labels])
         return found if self.cue is None else found - self.cue.sums
 
@@ -74,9 +75,9 @@ def schema_of(experts: int) -> pa.Schema:
 
 
 def read_scored(path: Path, examples: Path, asked: Sequence[Prompt]) -> tuple[tuple[str, ...], list[Scored]]:
-    """The experts of a table of scores, and what it holds of the prompts `asked`.
+    """The experts of a table of scores, and its scores of the prompts `asked`.
 
-    Raises DemixError for a table of other examples than those of the file `examples`, or of other prompts.
+    Raises DemixError if the table is of other examples than the file `examples`, or of other prompts.
     """
     table = read_parquet(path)
     about = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
@@ -95,13 +96,13 @@ def read_scored(path: Path, examples: Path, asked: Sequence[Prompt]) -> tuple[tu
         except KeyError:
             cause = f"lacks example {prompt.example} of {prompt.split}"
             raise DemixError(path, cause, "score the task again") from None
-        # A context without a token has no row.
+        # A context without tokens has no row.
         found.append(Scored(prompt, parts.get((*place, -1), scores[:0]), labels))
     return experts, with_cues(found)
 
 
 def with_cues(scored: Sequence[Scored]) -> list[Scored]:
-    """`scored` with each prompt's cue, where there are cues among them."""
+    """`scored` with each prompt's cue, if there are cues among them."""
     cues = {(one.prompt.seed, one.prompt.example): one for one in scored if one.prompt.split == "cue"}
     return [replace(one, cue=cues.get((one.prompt.seed, one.prompt.cue))) for one in scored]
 
@@ -110,9 +111,9 @@ def with_cues(scored: Sequence[Scored]) -> list[Scored]:
 class TaskRouting:
     """A way to weight experts: a row of tasks.parquet.
 
-    `log_priors` are the log weights [E] by the seed and number of a test example; `rule` adds the evidence of the text.
-    `reads` says what else it is given, such as the test labels. `top_k` are the numbers of experts to keep, each
-    a row of its own; None keeps all. A `released` one mixes labels as the released code does.
+    `log_priors` are the log weights [E] by seed and number of a test example; `rule` adds the evidence of the text.
+    `reads` names other data that it uses, such as test labels. `top_k` are the numbers of experts to keep, one row
+    each; None keeps all. With `released`, labels are mixed as in the released code.
     """
 
     name: str
@@ -126,18 +127,18 @@ class TaskRouting:
 
     @property
     def mixes(self) -> bool:
-        """Whether it prefers some experts, in a way of its own, by what it is given of a test."""
+        """Whether it weights experts by its own method, depending on the test example."""
         return self.name not in ("dense", "average") and not (self.expert or self.released)
 
 
 def classify(
     run: Path, given: Classification, output: Path, weights: Path | None = None, harness: Sequence[Path] = ()
 ) -> None:
-    """Write the accuracy of every model, task and routing to `output`, and to `weights` how each routing weights.
+    """Write the accuracy of every model, task and routing to `output`, and the weights of each routing to `weights`.
 
-    `run` is the run's folder, with examples/<task>.parquet, tasks/<model>/<task>.parquet, clusterers, and what was
-    chosen on dev. The rows of the files `harness` follow. Raises DemixError for scores of other examples, and for
-    experts of other clusters.
+    `run` is the run's folder, with examples/<task>.parquet, tasks/<model>/<task>.parquet, clusterers, and the
+    parameters chosen on dev. The rows of the files `harness` follow. Raises DemixError for scores of other examples,
+    and for experts of other clusters.
     """
     rows: list[dict[str, Any]] = []
     weighted: list[dict[str, Any]] = []
@@ -176,14 +177,14 @@ def classify(
         write_parquet(pa.Table.from_pylist(weighted, table_schema(TASK_WEIGHTS)), weights)
 
 
-# The one column of a model without experts.
+# The only column of a model without experts.
 DENSE = TaskRouting("dense", lambda one: np.zeros(1))
 
 
 def distances_of(folder: Path, asked: Iterable[Prompt]) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
     """The names of the clusters in `folder`, and the squared distances [K] to their centres by context of a test.
 
-    A context is demonstrations and text together, as in the paper's A.7.
+    A context consists of demonstrations and text, as in appendix A.7 of c-BTM.
     """
     clusterer = Clusterer.open(folder)
     contexts = list(dict.fromkeys(prompt.context for prompt in asked if prompt.split != "cue"))
@@ -199,10 +200,10 @@ def routings(
     near: Mapping[str, np.ndarray] | None,
     tempered: Tempered,
 ) -> Iterator[TaskRouting]:
-    """All routings of a model with `experts`, each mixture also with each `top_k` that leaves an expert out.
+    """All routings of a model with `experts`, each mixture also with each `top_k` smaller than the number of experts.
 
-    `near` has the distances [E] of each context to the experts' clusters, where they have some. `tempered` is
-    the rule of this name that leaves its parameters open; other open parameters are the usual ones.
+    `near` has the distances [E] of each context to the experts' clusters, if they have clusters. `tempered` is used for
+    the rule `tempered` without parameters; other rules without parameters have default ones.
     """
     uniform = np.zeros(len(experts))
     mixtures = [TaskRouting("average", lambda one: uniform)]
@@ -227,7 +228,7 @@ def routings(
     )
     fewer = (None, *(k for k in given.top_k if k < len(experts)))
     for mixture in mixtures:
-        # Equal weights have no likeliest experts.
+        # With equal weights there are no likeliest experts.
         whole = mixture if mixture.name == "average" else replace(mixture, top_k=fewer)
         yield whole
         if isinstance(mixture.rule, PriorAlone):
@@ -237,7 +238,7 @@ def routings(
 
 
 def answers(scored: Sequence[Scored], routing: TaskRouting, task: Task) -> np.ndarray:
-    """Whether the choice of each test is right, [K, S, N]: by each of `routing.top_k`, of all seeds and tests."""
+    """Whether the choice for each test is right, [K, S, N]: for each of `routing.top_k`, seed and test."""
     tests = [one for one in scored if one.prompt.split == "test"]
     right = [[choice(row, one.prompt) == one.prompt.answer for row in likelihoods(one, routing)] for one in tests]
     return np.array(right).T.reshape(len(routing.top_k), len(task.seeds), -1)
@@ -246,8 +247,8 @@ def answers(scored: Sequence[Scored], routing: TaskRouting, task: Task) -> np.nd
 def likelihoods(one: Scored, routing: TaskRouting) -> np.ndarray:
     """log p [K, L] of each label of a prompt under a mixture with each of `routing.top_k`, in nats.
 
-    With a cue less that of the label without the text, whose weights are those with it. Of a `released` routing log p
-    is normalised over the labels.
+    With a cue, log p of the label without the text is subtracted; it uses the same weights. For a `released` routing,
+    log p is normalised over the labels.
     """
     log_g = weights_of(one, routing)
     if routing.released:
@@ -278,9 +279,9 @@ def weights_of(one: Scored, routing: TaskRouting) -> np.ndarray:
 
 
 def mean_weights(scored: Sequence[Scored], routing: TaskRouting) -> np.ndarray:
-    """The mean weight [E] of each expert over all tests, with which the first token of a label is predicted.
+    """The mean, over all tests, of each expert's weight [E] when the first token of a label is predicted.
 
-    That is the weight by the context (Gururangan et al. 2023, appendix A.7).
+    This weight depends only on the context (Gururangan et al. 2023, appendix A.7).
     """
     tests = [replace(one, labels=one.labels[:1]) for one in scored if one.prompt.split == "test"]
     means: np.ndarray = np.mean([np.exp(weights_of(one, routing)[0]) for one in tests], axis=0)
@@ -288,7 +289,7 @@ def mean_weights(scored: Sequence[Scored], routing: TaskRouting) -> np.ndarray:
 
 
 def choice(found: np.ndarray, prompt: Prompt) -> int:
-    """The number of the likeliest label; of equal ones that of the smallest hash of context and label."""
+    """The number of the likeliest label; among equal ones, that with the smallest hash of context and label."""
     best = np.flatnonzero(found == found.max())
     return int(min(best, key=lambda number: _hash(prompt.context, prompt.choices[number])))
 
@@ -299,7 +300,7 @@ def performance(scored: Sequence[Scored], split: str, task: Task, experts: Seque
 
 
 def updating(scored: Sequence[Scored], task: Task, experts: Sequence[str]) -> dict[tuple[int, int], np.ndarray]:
-    """log weights [E] by seed and test, from the experts' accuracy on the tests before it. This reads their labels."""
+    """log weights [E] by seed and test, from the experts' accuracy on earlier tests. This uses test labels."""
     return {
         (seed, number): log_prior
         for seed in task.seeds
@@ -308,9 +309,9 @@ def updating(scored: Sequence[Scored], task: Task, experts: Sequence[str]) -> di
 
 
 def chance(asked: Iterable[Prompt]) -> float:
-    """The accuracy without any knowledge of the texts: the larger one of guessing and of always one label.
+    """The accuracy without the texts: the higher one of guessing and of always choosing one label.
 
-    Where examples have labels of their own, that of guessing.
+    If each example has its own labels, it is that of guessing.
     """
     tests = [prompt for prompt in asked if prompt.split == "test"]
     guessed = float(np.mean([1 / len(prompt.choices) for prompt in tests]))
@@ -322,8 +323,8 @@ def chance(asked: Iterable[Prompt]) -> float:
 def judged(right: np.ndarray, by_chance: float, seed: int) -> dict[str, Any]:
     """Accuracy, its 95% interval, chance, and whether the interval excludes chance, of answers [S, N].
 
-    Of one seed the interval is the exact one of a binomial proportion (Clopper and Pearson), of several seeds the
-    bootstrap over seeds and examples; there is none for fewer than 20 examples.
+    For one seed, the interval is the exact one of a binomial proportion (Clopper and Pearson); for several seeds, a
+    bootstrap over seeds and examples. With fewer than 20 examples there is none.
     """
     seeds, count = right.shape
     low, high = None, None

@@ -1,6 +1,6 @@
-"""The columns of the tables that an evaluation writes, and joining those of single domains.
+"""The columns of the tables that an evaluation writes, and the joining of tables of single domains.
 
-Each join is a process of its own, so this module loads little.
+Each join is a separate process, so this module imports little.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from demix.files import read_parquet, write_parquet
 
-# What the rows of an evaluation are of: a model, a set of its experts and a rule, on the text of a domain.
+# The columns that identify a row of an evaluation: a model, a set of its experts and a rule, on the text of a domain.
 SYSTEM = {
     "model": pa.string(),
     "experts": pa.string(),
@@ -19,17 +19,17 @@ SYSTEM = {
     "kind": pa.string(),
     "seed": pa.int32(),
 }
-# results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
-# (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
-# released_scorer (the published code of a paper, by `scorer` too: paper or released). The `scorer` of masked language
-# models says so, and their rows compare only with one another. `chosen_on` is the split on which `naive` chose an
-# expert for a novel domain. `beta`, `gamma` and `alpha` are the parameters of `tempered` and `switching`. `routing` is
-# the clustering whose distances weight the experts, `context` the text that is measured (document, block or
-# document_half) and `temperature` what squared distances are divided by; the variant routing is the whole grid of
-# contexts, temperatures and top-k, and dev_temperature has the temperature and top-k chosen on dev. The methods
-# best_block and best_token are not mixtures but floors, in hindsight. `documents` counts documents of origin, `pieces`
-# what was scored of them: equal where none was cut. Bounds are of the 95% interval over documents of origin, or, below
-# 20 of them, over blocks of their text; null below 400 tokens.
+# results.parquet. `variant` is empty in rows that tables show. In other rows it names what varies: decay and dev_blocks
+# (a whole grid, including the config's value), dev_choice (an expert chosen on dev, not an oracle on test) and
+# released_scorer (the published code of a paper; `scorer` is then released instead of paper). For masked language
+# models `scorer` says so, and their rows can be compared only with one another. `chosen_on` is the split on which
+# `naive` chose an expert for a novel domain. `beta`, `gamma` and `alpha` are the parameters of `tempered` and
+# `switching`. `routing` is the clustering whose distances weight the experts, `context` the text whose distance is used
+# (document, block or document_half) and `temperature` the divisor of squared distances. The variant routing is the
+# whole grid of contexts, temperatures and top-k; dev_temperature has the temperature and top-k chosen on dev. The
+# methods best_block and best_token are not mixtures, but lower bounds in hindsight. `documents` counts source
+# documents, `pieces` their scored chunks; they are equal if no document was cut. Bounds are those of the 95% interval
+# over source documents, or, with fewer than 20 of them, over blocks of their text; null below 400 tokens.
 COLUMNS = SYSTEM | {
     "n_experts": pa.int32(),
     "method": pa.string(),
@@ -59,8 +59,8 @@ COLUMNS = SYSTEM | {
     "bytes": pa.int64(),
     "bits_per_byte": pa.float64(),
 }
-# differences.parquet: each system less the one it is held `against` (dense_unbalanced, dense, demix_cached, or a row of
-# balanced clusters), over the same documents; negative is better than that one.
+# differences.parquet: each system minus the one in `against` (dense_unbalanced, dense, demix_cached, or an entry of
+# balanced clusters), on the same documents. A negative difference means that the system is better.
 DIFFERENCES = SYSTEM | {
     "method": pa.string(),
     "against": pa.string(),
@@ -75,12 +75,13 @@ DIFFERENCES = SYSTEM | {
     "perplexity_high": pa.float64(),
     "tokens_sha256": pa.string(),
 }
-# priors.parquet: the cached priors of the tables' rows by their weights, and the fitted priors (weights: fitted).
+# priors.parquet: the cached priors of rows in tables, by rule (`weights`), and the fitted priors (`weights` is fitted).
 PRIORS = SYSTEM | {
     "expert": pa.string(),
     "prior": pa.float64(),
 }
-# posteriors.parquet: over demix's training experts after each block, with the updating prior (Figures 7 and 8).
+# posteriors.parquet: the posterior over demix's training experts after each block, with the updating prior (Figures 7
+# and 8).
 POSTERIORS = SYSTEM | {
     "decay": pa.float64(),
     "split": pa.string(),
@@ -89,7 +90,7 @@ POSTERIORS = SYSTEM | {
     "posterior": pa.float64(),
 }
 # losses.parquet: the loss of each document under each column of each model's score table, in nats. `document` is its
-# number in the split, `origin` is the same for pieces of one document, and `tokens` counts its scored tokens.
+# number in the split, `origin` is the same for chunks of one source document, and `tokens` counts its scored tokens.
 LOSSES = {
     "domain": pa.string(),
     "document": pa.int32(),
@@ -100,9 +101,9 @@ LOSSES = {
     "expert": pa.string(),
     "nll": pa.float64(),
 }
-# systems.parquet: a row per system of the run's own seed, with lists over the documents of the test split: the tokens
-# of each, its origin, and its loss in nats. Where blocks are drawn in place of documents (`demix.evaluate.intervals`),
-# `stretched` and `stretches` are tokens and losses by stretch of the text; else they are empty.
+# systems.parquet: one row per system of the run's own seed, with lists over the documents of the test split: tokens,
+# origin, and loss in nats. If blocks are drawn instead of documents (`demix.evaluate.intervals`), `stretched` and
+# `stretches` are tokens and losses by section of the text; otherwise they are empty.
 SYSTEM_LOSSES = SYSTEM | {
     "method": pa.string(),
     "tokens": pa.list_(pa.int64()),
@@ -126,7 +127,7 @@ CONTEXTS = SYSTEM | {
 }
 
 
-# What the rows of tasks are of: a task, a model and a routing.
+# The columns that identify a row of tasks: a task, a model and a routing.
 ROUTED_TASK = {
     "task": pa.string(),
     "model": pa.string(),
@@ -135,11 +136,11 @@ ROUTED_TASK = {
     "expert": pa.string(),
     "seed": pa.int32(),
 }
-# tasks.parquet: the accuracy of one model on one task by one routing. `expert` is that of `one expert`; `reads` says
-# what the routing is given in addition to texts; `judged` that the 95% interval excludes chance. Rows of the harness
-# have a `metric`, its value and standard error, and no accuracy. `routing` is the rule that mixed the experts. The
-# versions are those of the harness and of the task; `documents_sha256` is the digest of the documents that the model
-# was asked.
+# tasks.parquet: the accuracy of one model on one task by one routing. `expert` is that of `one expert`; `reads` names
+# the data that the routing uses in addition to texts; `judged` is true if the 95% interval excludes chance. Rows of the
+# harness have a `metric`, its value and standard error, and no accuracy; their `routing` is the rule that mixed the
+# experts. The versions are those of the harness and of the task; `documents_sha256` is the digest of the task's
+# documents.
 TASKS = ROUTED_TASK | {
     "n_experts": pa.int32(),
     "temperature": pa.float64(),
@@ -163,7 +164,7 @@ TASKS = ROUTED_TASK | {
     "documents_sha256": pa.string(),
 }
 
-# task_weights.parquet: the mean weight of an expert over the tests of a task, with which a routing predicts the first
+# task_weights.parquet: the mean, over the tests of a task, of an expert's weight when a routing predicts the first
 # token of a label.
 TASK_WEIGHTS = ROUTED_TASK | {
     "weight": pa.float64(),

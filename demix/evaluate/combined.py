@@ -1,9 +1,10 @@
-"""Score tables without a network: of n-gram models, and of systems that mix columns of several models.
+"""Score tables without a neural network: of n-gram models, and of combined systems of several models.
 
-N-gram models learn from the training domains' tokens by counting. Systems are a dense model with n-grams, experts that
-are pairs, a cache of the text. They come from score tables on the same tokens, so that no model runs. Proportions are
-chosen once for all texts, on the dev splits of the training domains: such a system does not know the domain of a text,
-as `tempered` does not. Only a member mixed by `switching` knows the domain, whose dev split gives its prior and α.
+N-gram models are counted on the training domains' tokens. Combined systems are, for example, a dense model with
+n-grams, paired experts, or a model with a cache of the text. They are computed from score tables on the same tokens,
+without running a model. Proportions are chosen once for all texts, on the dev splits of the training domains, so such a
+system is domain-agnostic, like `tempered`. Only a member that is mixed by `switching` knows the domain, whose dev split
+gives its prior and α.
 """
 
 import logging
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class NGramScoring(ScoredTokens):
-    """Of which tokens n-gram models learn, and which they score.
+    """The tokens on which n-gram models are counted, and the tokens that they score.
 
     `train_tokens` are the first tokens of each training domain that are counted; None counts all. Blocks have `length`
     tokens.
@@ -55,13 +56,13 @@ class NGramScoring(ScoredTokens):
 
 
 def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifest: Path) -> None:
-    """Learn from the shards tokens/<domain>/train.arrow among `paths`, and score the others, dev.arrow and test.arrow.
+    """Count n-grams in the shards tokens/<domain>/train.arrow among `paths`, and score the others (dev and test).
 
-    Writes two folders of score tables below `output`, in the form of those of models. In ngram<order> one model of all
-    training text has scored all splits, in a column called dense. ngram<order>_domains has a column for the model of
-    each training domain. As under any model, the context of a token ends where its block begins, with the token before
-    it. `manifest` gets the number of n-grams by folder and the digests of the tables, last. Raises DemixError if shards
-    have different tokenizers or a split is empty.
+    Writes two folders of score tables below `output`, in the same form as for other models. ngram<order> has the scores
+    of one model of all training text, in a column called dense. ngram<order>_domains has one column per training
+    domain, for its model. As for other models, the context of a token reaches back to the token before its block.
+    `manifest` is written last, with the number of n-grams by folder and the digests of the tables. Raises DemixError if
+    shards have different tokenizers or a split is empty.
     """
     shards = {(one.path.parent.name, one.path.stem): one for one in open_alike(paths, verify=True)}
     vocab_size = next(iter(shards.values())).vocab_size
@@ -93,7 +94,7 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
 
 
 def _stream(shard: TokenShard, scoring: NGramScoring) -> np.ndarray:
-    """The tokens to learn from, after the end of a text, as a first block follows it."""
+    """The tokens to count, after an end-of-text token, as before a first block."""
     return np.append(np.int64(shard.end_of_text), shard.read(0, min(len(shard), scoring.train_tokens or len(shard))))
 
 
@@ -104,10 +105,10 @@ def _pieces(model: KneserNey, shard: TokenShard, tokens: int, length: int) -> It
 
 
 class Combination(Settings):
-    """What a system mixes. With `paired` the columns of the same name of two members are mixed, and remain columns.
+    """The members of a combined system. With `paired`, columns of the same name of two members are mixed pairwise.
 
-    With `reset` rules and cache begin again at each block. `training` are the domains on whose dev splits the
-    proportions are chosen. Blocks have `length` tokens.
+    With `reset` rules and cache start again at each block. The proportions are chosen on the dev splits of the domains
+    `training`. Blocks have `length` tokens.
     """
 
     members: Items[Member]
@@ -121,10 +122,10 @@ def combine(name: str, paths: list[Path], scores: Path, combination: Combination
     """Write the score tables of the system `name` on the splits tokens/<domain>/<split>.arrow of `paths`.
 
     `scores` has the score tables of the members, by folder, next to the folder models/ with their mixing.json. A system
-    has one column, dense, whose probabilities are sums of those of the members in fixed proportions, and a paired one a
-    column for each pair, in the same proportions. These have the lowest loss on dev (`fitted_log_prior`); of a pair,
-    on the dev split of the domain with its name. `manifest` gets the proportions, the members with the parameters of
-    `tempered`, and the digests of the tables, last.
+    has one column, dense, whose probabilities are weighted sums of the members' with fixed proportions; a paired system
+    has one column per pair. The proportions have the lowest loss on dev (`fitted_log_prior`); for a pair, on the dev
+    split of the domain with its name. `manifest` is written last, with the proportions, the members with the parameters
+    of `tempered`, and the digests of the tables.
     """
 
     def read(some: Sequence[Member], place: str) -> Iterator[np.ndarray]:
@@ -151,15 +152,15 @@ def combine(name: str, paths: list[Path], scores: Path, combination: Combination
 
 
 def log_p(scores: Path, members: Sequence[Member], place: str, types: int, reset: bool = False) -> Iterator[np.ndarray]:
-    """log p [N, K] of the next N tokens of a split under each of the members; a cache has a column for each decay.
+    """log p [N, K] of the next N tokens of a split under each of the members; a cache has one column per decay.
 
-    With `reset` rules and cache begin again at each block.
+    With `reset` rules and cache start again at each block.
     """
     cache, scored = UnigramCache(types), [one for one in members if one.folder]
     tables = [stream_scores(scores / one.folder / place, one.columns) for one in scored]
     mixers = [_mixer(scores, one, place, reset) for one in scored]
     for chunks in zip(*tables, strict=True):
-        # The last row is that of the mixture, or of the one column.
+        # The last row is that of the mixture, or of the only column.
         mixed = [[*mixer.log_p(chunk)][-1][:, -1] for mixer, chunk in zip(mixers, chunks, strict=True)]
         found = [log_p[chunk.mask][:, None] for log_p, chunk in zip(mixed, chunks, strict=True)]
         if len(tables) < len(members):
@@ -183,7 +184,7 @@ def _with_parameters(scores: Path, member: Member, combination: Combination) -> 
 
 
 def _mixer(scores: Path, member: Member, place: str, reset: bool) -> Mixer:
-    """What mixes a member's experts on a split, from a uniform prior, that of `switching` fitted, if it mixes any."""
+    """The mixer of a member's experts on a split: with a uniform prior, or for `switching` with the fitted prior."""
     experts = member.columns
     if not member.weights:
         return Mixer(experts)
@@ -197,19 +198,21 @@ def _mixer(scores: Path, member: Member, place: str, reset: bool) -> Mixer:
 
 
 class UnigramCache:
-    """Unigrams of the text so far (Kuhn and De Mori 1990): a token counts γ^d after d tokens, for each of K decays γ.
+    """Unigrams of the text so far (Kuhn and De Mori 1990): after d tokens, a token counts γ^d, for each of K decays γ.
 
-    All are smoothed by a count of 1 that the `types` of the tokenizer share, so that each token has a probability.
+    They are smoothed by a count of 1 that is divided among all `types` vocabulary entries, so that each token has a
+    positive probability.
     """
 
     def __init__(self, types: int) -> None:
         self._decays, self._types = np.array(CACHE_DECAYS), types
-        # By token the decayed counts and the place at which they were taken; the sum of all counts; the next place.
+        # For each token its decayed counts and the position at which they were updated; the sum of all counts; the next
+        # position.
         self._counts: dict[int, tuple[np.ndarray, int]] = {}
         self._total, self._place = np.zeros(len(CACHE_DECAYS)), 0
 
     def log_p(self, tokens: np.ndarray) -> np.ndarray:
-        """log p [N, K] of the next tokens [N], each counted once it is predicted."""
+        """log p [N, K] of the next tokens [N]. Each token is counted after it was predicted."""
         found = np.empty((len(tokens), len(self._decays)))
         nothing = np.zeros(len(self._decays)), 0
         for row, token in enumerate(tokens.tolist()):

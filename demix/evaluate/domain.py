@@ -1,6 +1,7 @@
-"""All evaluations of one domain, from its score tables to rows of the results table and of that by position.
+"""All evaluations of one domain: from its score tables, rows of the results table and of the table by position.
 
-The latter has the losses of tokens by their position in blocks of several lengths: does longer context help?
+The table by position has the losses of tokens by their position in blocks of several lengths. It shows whether longer
+context helps.
 """
 
 import logging
@@ -47,9 +48,9 @@ class Evaluation(MixingRecipe):
     """The evaluations of one domain, and the settings of the mixtures.
 
     `kind` is training, novel or suite. `tables` are the score tables with the sets of experts to mix
-    (`demix.run.evaluated.evaluated`). Each of `pairs` is a system, as model, experts, method and weights, and the one
-    that it is compared with, as its name in tables and the same four. `seed` is the seed of the run. Only models of
-    that seed are compared.
+    (`demix.run.evaluated.evaluated`). Each of `pairs` has a system (model, experts, method and weights) and its
+    baseline (the name in tables and the same four). `seed` is the random seed of the run. Only models with that seed
+    are compared.
     """
 
     kind: Text
@@ -60,7 +61,7 @@ class Evaluation(MixingRecipe):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of results without its intervals, and the nll by document [D] and by stretch [S] that it sums up."""
+    """A row of results without its intervals, and the summed nll by document [D] and by section [S]."""
 
     values: dict[str, Any]
     nll: np.ndarray
@@ -68,12 +69,12 @@ class Row:
 
 
 def evaluate(domain: str, scores: Path, settings: Evaluation, output: Path, tokenizer: Path | None = None) -> None:
-    """Mix the score tables of one domain by every method, in one pass over each. Runs no forward pass.
+    """Mix the score tables of one domain by every method, in one pass over each table and without a forward pass.
 
     Writes the results on the test split to `output`, <name>.parquet, and next to it <name>.priors.parquet, differences,
     posteriors, losses and systems. `scores` is the run's folder scores/, with models/<model>/mixing.json next to it.
-    Bits per byte need the `tokenizer` of the tables. `demix.evaluate.columns` and docs/explanation/mixing.md explain
-    the rows. Raises DemixError if the models were scored on different tokens.
+    For bits per byte, the `tokenizer` of the tables is needed. `demix.evaluate.columns` and docs/explanation/mixing.md
+    explain the rows. Raises DemixError if the models were scored on different tokens.
     """
     lengths = None if tokenizer is None else byte_lengths(tokenizer)
     found = [_of_table(scores, domain, settings, table, lengths) for table in settings.tables]
@@ -100,7 +101,7 @@ def evaluate(domain: str, scores: Path, settings: Evaluation, output: Path, toke
 
 @dataclass(frozen=True)
 class _Evaluated:
-    """What the score tables of one model give for a domain: rows without intervals, priors, posteriors, losses."""
+    """The results of one model's score tables for a domain: rows without intervals, priors, posteriors, losses."""
 
     totals: DocumentLosses
     losses: pa.Table
@@ -139,7 +140,7 @@ def _of_table(
     for some, entries in planned.items():
         of_set = about | {"experts": some.label, "n_experts": len(some.experts)}
         rows += [*_expert_rows(some, domain, of_set, totals, dev), *_mixture_rows(entries, of_set, totals, scored)]
-        # Whoever asks for a prior means that of the run's own model.
+        # Priors are looked up only for the run's own model.
         priors += _prior_rows(entries, of_set, log_priors) if table.seed == evaluation.seed else ()
     posteriors = []
     if dev and traced is not None and totals.posteriors is not None:
@@ -168,7 +169,7 @@ def _single(table: Evaluated, about: dict[str, Any], totals: DocumentLosses) -> 
 def _chosen(
     weights: Sequence[str], dev: ScoreTable | None, experts: tuple[str, ...], model: Path
 ) -> dict[str, WeightsRule]:
-    """The rules of those of `weights` whose parameters are chosen on dev, for the folder of a model and its experts."""
+    """The rules among `weights` whose parameters are chosen on dev, for a model's folder and its experts."""
     rules: dict[str, WeightsRule] = {}
     if "tempered" in weights:
         rules["tempered"] = mixing_of(model)
@@ -196,7 +197,7 @@ def _row(about: dict[str, Any], totals: DocumentLosses, name: str | PlannedMixtu
 def _expert_rows(
     some: ExpertSet, domain: str, about: dict[str, Any], totals: DocumentLosses, dev: ScoreTable | None
 ) -> Iterator[Row]:
-    """The naive expert, where all methods are asked for: a domain's own, else the best on test and that on dev."""
+    """The naive expert, if all methods are evaluated: a domain's own; else the best on test and the best on dev."""
     if "naive" in some.methods:
         naive = about | {"method": "naive"}
         if domain in some.experts:
@@ -262,13 +263,13 @@ def _losses(domain: str, table: Evaluated, totals: DocumentLosses) -> pa.Table:
 
 
 def _table(values: Mapping[str, Any], columns: Mapping[str, pa.DataType]) -> pa.Table:
-    """A table of arrays; what is not an array is the same in each row."""
+    """A table of arrays. A value that is not an array is the same in each row."""
     frame = pd.DataFrame({name: values[name] for name in columns})
     return pa.Table.from_pandas(frame, table_schema(columns), preserve_index=False)
 
 
 def _system(row: Row, seed: int | None) -> tuple[str, ...] | None:
-    """(model, experts, method, weights) of a row of the tables' own systems and of `seed`; None for another row."""
+    """(model, experts, method, weights) of a row, if it is a system of the tables with this `seed`; else None."""
     values = row.values
     if values["variant"] or values.get("top_k") or values["method"] == "expert" or values.get("seed") != seed:
         return None
@@ -276,7 +277,7 @@ def _system(row: Row, seed: int | None) -> tuple[str, ...] | None:
 
 
 def _system_losses(rows: list[Row], totals: DocumentLosses, seed: int) -> pa.Table:
-    """The losses of each system of `seed`, from which `resampled` draws: by stretch only where it draws blocks."""
+    """The losses of each system of `seed`, from which `resampled` draws; by section only if it draws blocks."""
     blocks = block_tokens(len(np.unique(totals.origins)), int(totals.tokens.sum()))
     stretched = totals.stretched if blocks else totals.stretched[:0]
     shared = {"tokens": totals.tokens, "origins": totals.origins, "stretched": stretched}
@@ -291,8 +292,8 @@ def _system_losses(rows: list[Row], totals: DocumentLosses, seed: int) -> pa.Tab
 def _with_intervals(
     rows: list[Row], totals: DocumentLosses, domain: str, evaluation: Evaluation
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows with bounds of their perplexity, and the systems compared with others, all on the same resamples."""
-    # By what was scored: the same documents are drawn for all models, seeds and runs.
+    """The rows with bounds of their perplexity, and the differences of systems, all on the same resamples."""
+    # The seed depends on the scored tokens, so the same documents are drawn for all models, seeds and runs.
     seed = seed_for(0, domain, totals.sha256)
     by_document = np.stack([totals.tokens, *(row.nll for row in rows)])
     by_stretch = np.stack([totals.stretched, *(row.stretches for row in rows)])
@@ -301,7 +302,7 @@ def _with_intervals(
     results, systems = [], {}
     for row, nll in zip(rows, nlls, strict=True):
         results.append(row.values | _interval("perplexity", np.exp(nll / tokens)))
-        # Differences are between models of one training each.
+        # Only models with a single training each are compared.
         if names := _system(row, evaluation.seed):
             systems[names] = (row, nll)
     differences = []
@@ -321,7 +322,7 @@ def _with_intervals(
 
 
 def _interval(name: str, drawn: np.ndarray) -> dict[str, float | None]:
-    """The bounds of a value by its resamples; none without any."""
+    """The bounds of a value from its resamples; none without resamples."""
     low, high = bounds(drawn) if len(drawn) else (None, None)
     return {f"{name}_low": low, f"{name}_high": high}
 
@@ -329,8 +330,8 @@ def _interval(name: str, drawn: np.ndarray) -> dict[str, float | None]:
 class ContextEvaluation(Settings):
     """The tables of one domain (`demix.run.evaluated.context_tables`), and how they are mixed and summed.
 
-    `kind` is training or novel, `decay` that of cached priors, which the first `dev_blocks` blocks of dev make. Bins of
-    positions are `width` tokens wide.
+    `kind` is training or novel. `decay` is that of cached priors, which are computed from the first `dev_blocks` blocks
+    of dev. Bins of positions are `width` tokens wide.
     """
 
     kind: Text
@@ -342,7 +343,7 @@ class ContextEvaluation(Settings):
 
 
 def evaluate_contexts(scores: Path, domain: str, contexts: ContextEvaluation, output: Path) -> None:
-    """Write the losses of `domain`'s test split by row of models, length of blocks and bin of positions (`CONTEXTS`).
+    """Write the losses on `domain`'s test split by model entry, context length and bin of positions (`CONTEXTS`).
 
     `scores` is the run's folder scores/. Raises DemixError if two tables were scored on different tokens.
     """
@@ -358,11 +359,11 @@ def losses_by_position(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The sums of losses (nats) and the numbers of tokens by position in the block, both [T], of a score table.
 
-    With `log_prior` [E] the columns are mixed by this prior with weights by `history`; without it there is one column.
+    With `log_prior` [E] the columns are mixed with this prior by the rule `history`; without it there is one column.
     """
     sums = []
     for chunk in stream_scores(directory, columns):
-        # A block of `history` depends on no other, so that a chunk of blocks is mixed by itself.
+        # With `history` a block does not depend on others, so each chunk of blocks can be mixed by itself.
         mixed = chunk.scores[..., 0]
         if log_prior is not None:
             mixed = Mixture(History(), log_prior).table(chunk.scores, chunk.mask)

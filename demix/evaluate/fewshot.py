@@ -1,6 +1,6 @@
 """Scoring of tasks: the log-probability of every token of a prompt and of each of its labels, under each expert.
 
-`tasks/<model>/<task>.parquet` holds them once. Which expert is asked, and with what weight, is arithmetic on this file
+`tasks/<model>/<task>.parquet` stores them. All mixtures of experts are then computed from this file
 (`demix.evaluate.classification`).
 """
 
@@ -31,7 +31,7 @@ from demix.progress import progress
 
 log = logging.getLogger(__name__)
 
-# Tokens of a row group.
+# The number of tokens of a row group.
 ROWS = 1 << 16
 
 
@@ -47,8 +47,8 @@ def score_task(
 ) -> None:
     """Write the scores of a task, whose examples are examples/<task>.parquet, under `experts` of a model.
 
-    Raises DemixError for another tokenizer than the model's, a prompt that does not fit into the model's context, and
-    an expert without finite log-probabilities.
+    Raises DemixError if the tokenizer is not the model's, a prompt does not fit into the model's context, or an expert
+    has log-probabilities that are not finite.
     """
     set_threads(given.threads)
     encoder = Tokenizer.load(tokenizer)
@@ -72,7 +72,7 @@ def score_task(
 def tokens_of(task: str, prompt: Prompt, tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """The tokens of a prompt's context and of each of its labels.
 
-    Raises DemixError for a label without tokens, and for more tokens in all than a block of `length`.
+    Raises DemixError for a label without tokens, and if all tokens together exceed a block of `length`.
     """
     context, labels = tokenizer.encode(prompt.context), [tokenizer.encode(choice) for choice in prompt.choices]
     if not all(map(len, labels)):

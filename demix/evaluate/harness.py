@@ -1,7 +1,7 @@
-"""Tasks of EleutherAI's lm-evaluation-harness on a model of demix, by `demix lm-eval` and in a run.
+"""Tasks of EleutherAI's lm-evaluation-harness on a model of demix, for `demix lm-eval` and in a run.
 
-A run asks nothing of the network, so that it does not depend on what the hub has today: the data are local, or were
-fetched into the cache of Hugging Face's datasets before (only `write_documents` may fetch them).
+A run does not use the network, so it does not depend on the current state of the hub. The data are local, or were
+fetched before into the cache of Hugging Face's datasets (only `write_documents` may fetch them).
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from demix.model.device import set_threads, within_memory
 from demix.settings import DistinctItems, Seed, Text
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-# The harness's own.
+# The harness's own default.
 SEED = 1234
 QUIET = hub.QUIET | {
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
@@ -53,9 +53,9 @@ DOCUMENTS = pa.schema(
 
 
 class HarnessScoring(HarnessTasks):
-    """What one model is asked, and how: its row and seed in tables, the experts that are mixed, and by which rules.
+    """The tasks for one model: its row and seed in tables, the experts that are mixed, and the rules.
 
-    A model without experts has none here.
+    For a model without experts, the list of experts is empty.
     """
 
     model: Text
@@ -67,7 +67,7 @@ class HarnessScoring(HarnessTasks):
 
 @dataclass(frozen=True)
 class KnownTasks:
-    """The tasks that are asked, as the harness knows them: its manager of tasks, and their names."""
+    """The requested tasks in the harness: its task manager, and their names."""
 
     asked: HarnessTasks
     manager: Any
@@ -77,8 +77,9 @@ class KnownTasks:
     def of(cls, asked: HarnessTasks) -> "KnownTasks":
         """The tasks, groups, tags, patterns of these and paths of YAML files that `asked` names.
 
-        The harness reads the files of its own 15,000 tasks for a minute, which is for nothing where all are in the
-        folder. Raises DemixError where the harness is missing, for what is not a folder, and for unknown tasks.
+        The harness needs a minute to read the files of its own 15,000 tasks; this is skipped if all tasks are in the
+        folder. Raises DemixError if the harness is not installed, for a path that is not a folder, and for unknown
+        tasks.
         """
         folder = asked.include_path
         if folder is not None and not Path(folder).is_dir():
@@ -87,13 +88,13 @@ class KnownTasks:
             raise DemixError("lm-eval", "is not installed", "pip install 'demix[lm-eval]'")
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
-        # The harness logs its every step.
+        # The harness logs every step.
         logging.getLogger("lm_eval").setLevel(logging.WARNING)
         from lm_eval.tasks import TaskManager
 
         manager = TaskManager(include_path=folder, include_defaults=folder is None)
         found = {name: _matched(manager, name) for name in asked.tasks}
-        # Tasks of a group may be the harness's own.
+        # A group may contain the harness's own tasks.
         if folder is not None and (not all(found.values()) or {*manager.all_groups} & {*chain(*found.values())}):
             manager = TaskManager(include_path=folder)
             found = {name: _matched(manager, name) for name in asked.tasks}
@@ -105,7 +106,7 @@ class KnownTasks:
         return cls(asked, manager, list(dict.fromkeys(chain(*found.values()))))
 
     def documents(self, cure: str) -> Iterator[tuple[str, str, list[Any], str]]:
-        """Each task by name: its version, the documents that are asked, and the digest of these."""
+        """For each task: its name, its version, its documents, and their digest."""
         from lm_eval.evaluator_utils import get_sample_size
 
         limit = self.asked.limit
@@ -125,11 +126,11 @@ class KnownTasks:
 def evaluate_tasks(
     model: Mapping[str, Any], tasks: KnownTasks, drawing: str = "", seed: int = SEED, samples: bool = False
 ) -> dict[str, Any]:
-    """What the harness returns of `tasks` for the mixture with the arguments `model` of `DemixLM` (`harness_model`).
+    """The harness's results of `tasks` for the mixture with the arguments `model` of `DemixLM` (`harness_model`).
 
-    `drawing` (generation settings such as max_gen_toks=32) replaces that of the tasks. `seed` is that of Python, numpy,
-    torch and the choice of demonstrations. With `samples` the answers to every document are among the results. Raises
-    DemixError for a broken task, and for tasks that need more than text.
+    `drawing` (generation settings such as max_gen_toks=32) replaces the tasks' settings. `seed` is that of Python,
+    numpy, torch and the choice of demonstrations. With `samples` the results include the answers to every document.
+    Raises DemixError for a broken task, and for tasks that need more than text.
     """
     from lm_eval import simple_evaluate
 
@@ -137,7 +138,7 @@ def evaluate_tasks(
 
     cure = "check the task's YAML file and its data, and the network if it uses it"
     refused = hub.refused_as(f"task {','.join(tasks.asked.tasks)}", "cannot be evaluated", cure)
-    # What the harness prints on the way is not a result.
+    # The harness prints messages that are not results.
     with redirect_stdout(sys.stderr), refused, within_memory("--batch-size", "give a smaller one"):
         results: dict[str, Any] = simple_evaluate(
             "demix",
@@ -154,7 +155,7 @@ def evaluate_tasks(
 
 
 def write_results(results: dict[str, Any], output: Path) -> None:
-    """Write what the harness returned to the JSON file `output`."""
+    """Write the harness's results to the JSON file `output`."""
     from lm_eval.utils import handle_non_serializable
 
     text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
@@ -162,16 +163,16 @@ def write_results(results: dict[str, Any], output: Path) -> None:
 
 
 def tables_of(results: dict[str, Any]) -> list[str]:
-    """The harness's own tables of `results`: of tasks, and of groups where there are any."""
+    """The harness's own tables of `results`: of tasks, and of groups, if there are any."""
     from lm_eval.utils import make_table
 
     return [make_table(results), *([make_table(results, "groups")] if "groups" in results else [])]
 
 
 def write_documents(asked: HarnessTasks, output: Path, *, offline: bool = True) -> None:
-    """Write the documents that the tasks ask about, each of its texts a row, to Parquet `output` (`DOCUMENTS`).
+    """Write the documents of the tasks, with one row per text, to the Parquet file `output` (`DOCUMENTS`).
 
-    Raises DemixError for an unknown task, and for one whose data are not here, or with `offline` false not to be had.
+    Raises DemixError for an unknown task, and if a task's data are not local, or, with `offline` false, not available.
     """
     cure = "check the task's YAML file, its data and the network"
     if offline:
@@ -182,12 +183,12 @@ def write_documents(asked: HarnessTasks, output: Path, *, offline: bool = True) 
 
 
 def score_harness(directory: Path, documents: Path, given: HarnessScoring, output: Path) -> None:
-    """Put a model to the tasks by each rule of weights, and write the rows to `output` (`TASKS`).
+    """Evaluate a model on the tasks with each mixing rule, and write the rows to `output` (`TASKS`).
 
-    `documents` is what `write_documents` wrote. Raises DemixError where the tasks have other documents by now.
+    `documents` is the file from `write_documents`. Raises DemixError if the tasks now have other documents.
     """
     set_threads(given.threads)
-    # The libraries below the harness read these when they load.
+    # Libraries of the harness read these variables when they are imported.
     os.environ.update(OFFLINE)
     table = read_parquet(documents, columns=["task", "task_sha256"]).to_pylist()
     pinned = {row["task"]: row["task_sha256"] for row in table}
@@ -206,9 +207,9 @@ def score_harness(directory: Path, documents: Path, given: HarnessScoring, outpu
 
 
 def rows_of(results: Mapping[str, Any], digests: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """What tasks.parquet has of each task, or group of tasks, and metric of the harness's `results`.
+    """The rows of tasks.parquet for each task (or group of tasks) and metric in the harness's `results`.
 
-    A metric that a filter made has its name too: exact_match,strict-match. `digests` are those of the documents.
+    The name of a filtered metric includes the filter: exact_match,strict-match. `digests` are those of the documents.
     """
     from lm_eval import __version__ as harness
 
@@ -236,7 +237,7 @@ def rows_of(results: Mapping[str, Any], digests: Mapping[str, str]) -> Iterator[
 
 
 def _check_yaml(folder: str | None) -> None:
-    """Raise DemixError for a file in the folder of tasks that is not YAML: the harness skips it without a word."""
+    """Raise DemixError for an invalid YAML file in the folder of tasks; the harness would skip it without a message."""
     for path in sorted(Path(folder).rglob("*.yaml")) if folder else ():
         try:
             yaml.compose(path.read_text())

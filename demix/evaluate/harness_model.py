@@ -1,7 +1,7 @@
-"""The models of demix as a model of EleutherAI's lm-evaluation-harness: importing this registers the name `demix`.
+"""demix models as a model of EleutherAI's lm-evaluation-harness. Importing this module registers the name `demix`.
 
-One `<|endoftext|>` precedes every text, as in generation. Token by token, the posterior over the experts follows
-the text of a request, over the context and the continuation.
+One `<|endoftext|>` precedes every text, as in generation. The posterior over experts is updated at each token of a
+request's context and continuation.
 """
 
 import logging
@@ -24,7 +24,7 @@ from demix.model.device import device_named
 from demix.model.directory import describe
 from demix.progress import progress
 
-# New tokens where a task does not say how many, as the harness has it for its own models.
+# Default number of new tokens of a task, as in the harness's own models.
 NEW_TOKENS = 256
 DRAWING = {"until", "max_gen_toks", "do_sample", "temperature", "top_p"}
 
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 class DemixLM(TemplateLM):  # type: ignore[misc]
     """A mixture of the experts of a model directory, for the tasks of the harness.
 
-    `pretrained` is the directory. `seed` is that of sampled texts. `batch_size` is the number of continuations of a
-    forward pass, by default, and for `auto`, as many as in `demix.model.scoring`; texts are generated one by one.
+    `pretrained` is the directory. `seed` is that of sampled texts. `batch_size` is the number of continuations per
+    forward pass; by default, and for `auto`, it is chosen as in `demix.model.scoring`. Texts are generated one by one.
     `device` is as in `demix.model.device.device_named`. `experts` (separated by commas, by default all), `weights`,
     `prior` and `tokenizer` are as in `demix generate`. `top_k` mixes only the likeliest experts of each token.
     """
@@ -78,11 +78,11 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        """The number of tokens of a block."""
+        """The context length."""
         return self._mixture.context
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness adds to the results: digests, the experts and how they were mixed."""
+        """Information that the harness adds to the results: digests, the experts and how they were mixed."""
         return self._info
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **more: Any) -> list[int]:
@@ -93,10 +93,11 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **more: Any
     ) -> list[tuple[float, bool]]:
-        """log p of each continuation, and whether it is the likeliest. Contexts that are too long begin later."""
+        """log p of each continuation, and whether it is the likeliest. Long contexts lose their beginning."""
         wanted, cut = [], 0
         for (_, continuation), context, tokens in requests:
-            # An empty context comes as the token before it. A context may swallow the whole of a short continuation.
+            # An empty context consists of the token before it. Tokens of a short continuation may all be in the
+            # context.
             before = context if context[:1] == [self.eot_token_id] else [self.eot_token_id, *context]
             wanted.append(within(before, tokens or self.tok_encode(continuation), self.max_length))
             cut += len(wanted[-1].context) < len(before)
@@ -128,9 +129,9 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def _text(self, context: str, how: dict[str, Any], occurrence: int) -> str:
-        """The continuation of a prompt, which keeps its last tokens: what leaves room for the new ones in a block.
+        """The continuation of a prompt, of which only the last tokens are kept, so that new ones fit into a block.
 
-        It keeps half a block at least. The seed depends on the prompt and on how often it came before.
+        At least half a block is kept. The seed depends on the prompt and on how often it has occurred before.
         """
         given = normalize_gen_kwargs(how, NEW_TOKENS)
         if unknown := sorted(given.keys() - DRAWING):

@@ -1,9 +1,9 @@
 """Bootstrap intervals: how much a number depends on the sample of scored text.
 
-What is drawn is whole documents. Pieces of one document are drawn together (a cluster bootstrap): they are alike, and
-as many independent draws they would make the intervals too narrow. With fewer than `FEWEST` documents a resample says
-too little about the variance between them; there blocks of the scored text are drawn, wherever they begin and end, and
-the interval is one within these documents.
+Whole documents are drawn. Chunks of one document are drawn together (a cluster bootstrap), because they are similar:
+drawn independently, they would make the intervals too narrow. With fewer than `FEWEST` documents a resample says too
+little about the variance between documents. Then blocks of the scored text are drawn, with any start, and the interval
+holds only for these documents.
 """
 
 import math
@@ -11,35 +11,35 @@ import math
 import numpy as np
 
 RESAMPLES = 2000
-# The fewest documents to draw, and the fewest blocks of a text where there are fewer documents.
+# The minimum number of documents to draw, and of blocks of a text if there are fewer documents.
 FEWEST = 20
 # A text of fewer tokens has fewer than FEWEST blocks.
 MIN_TOKENS = FEWEST**2
-# Blocks may begin at every stretch, and have so many: blocks that overlap make steadier intervals than blocks side by
-# side.
+# Blocks consist of this many stretches (short sections of text) and may begin at each of them. Overlapping blocks yield
+# more stable intervals than disjoint ones.
 STRETCHES = 4
 _AT_ONCE = 1 << 21
 
 
 def stretch_tokens(tokens: int) -> int:
-    """How many tokens a stretch has: a block, of `STRETCHES` stretches, has about √N of the text's N `tokens`.
+    """The number of tokens of a stretch: a block of `STRETCHES` stretches has about √N of the text's N `tokens`.
 
-    In longer texts blocks are longer, so that they hold what depends on each other, and more numerous.
-    The length does not depend on losses: what is compared is resampled alike.
+    In longer texts, blocks are longer (so that dependent tokens are in one block) and more numerous. The length does
+    not depend on losses, so compared systems are resampled in the same way.
     """
     return max(1, round(math.sqrt(tokens) / STRETCHES))
 
 
 def block_tokens(documents: int, tokens: int) -> int:
-    """The tokens of a block where blocks are drawn; 0 where whole documents are drawn, or the text is too short."""
+    """The tokens of a block if blocks are drawn; 0 if whole documents are drawn, or the text is too short."""
     return STRETCHES * stretch_tokens(tokens) if documents < FEWEST and tokens >= MIN_TOKENS else 0
 
 
 def resampled(sums: np.ndarray, origins: np.ndarray, by_stretch: np.ndarray, seed: int) -> np.ndarray | None:
-    """Sums [K, R] over resamples of a text of K quantities, the first of which are tokens; None for too short a text.
+    """Sums [K, R] of K quantities (the first is the number of tokens) over R resamples; None if the text is too short.
 
-    `sums` [K, D] are by piece, pieces of one document having the same number in `origins` [D], and `by_stretch` [K, S]
-    by stretch of the whole text. All quantities share the resamples, so that differences are paired.
+    `sums` [K, D] are by chunk; chunks of one document have the same number in `origins` [D]. `by_stretch` [K, S] are by
+    stretch of the whole text. All quantities use the same resamples, so that differences are paired.
     """
     whole = clustered(sums, origins)
     if whole.shape[1] >= FEWEST:
@@ -48,19 +48,19 @@ def resampled(sums: np.ndarray, origins: np.ndarray, by_stretch: np.ndarray, see
 
 
 def resampled_blocks(by_stretch: np.ndarray, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
-    """Sums [K, R] over R resamples of blocks, each `STRETCHES` consecutive stretches of S, as many as fill the text.
+    """Sums [K, R] over R resamples, each of as many blocks of `STRETCHES` consecutive stretches as fill the text.
 
-    A moving-block bootstrap (Kuensch 1989), in which the text's end is followed by its begin (Politis and Romano 1992):
-    every token is in as many blocks.
+    This is a moving-block bootstrap (Kuensch 1989) on a circular text: its end is followed by its beginning (Politis
+    and Romano 1992), so every token is in the same number of blocks.
     """
     blocks = np.sum([np.roll(by_stretch, -number, axis=1) for number in range(STRETCHES)], axis=0)
     return resampled_sums(blocks, seed, resamples, draws=-(-by_stretch.shape[1] // STRETCHES))
 
 
 def clustered(sums: np.ndarray, origins: np.ndarray) -> np.ndarray:
-    """Sums [K, C] by document out of sums [K, D] by piece, documents in the order of their first pieces.
+    """Sums [K, C] by document from sums [K, D] by chunk; documents are in the order of their first chunks.
 
-    Pieces are of one document where their numbers in `origins` [D] are equal.
+    Chunks with equal numbers in `origins` [D] belong to one document.
     """
     _, first, of = np.unique(origins, return_index=True, return_inverse=True)
     whole = np.zeros((len(first), len(sums)), sums.dtype)
@@ -69,10 +69,10 @@ def clustered(sums: np.ndarray, origins: np.ndarray) -> np.ndarray:
 
 
 def resampled_sums(sums: np.ndarray, seed: int, resamples: int = RESAMPLES, draws: int | None = None) -> np.ndarray:
-    """Sums [K, R] over R resamples of D documents, drawn with replacement, of K quantities [K, D] given by document.
+    """Sums [K, R] of K quantities [K, D] over R resamples of D documents, drawn with replacement.
 
-    A resample has `draws` of them, by default D. All quantities share the resamples, so that differences are paired. A
-    resample is how often each document was drawn, and its sums one matrix product for all quantities;
+    A resample has `draws` documents, by default D. All quantities use the same resamples, so that differences are
+    paired. A resample is stored as the number of draws of each document, and one matrix product yields all sums.
     `scipy.stats.bootstrap` would gather K times R times D values, and again for each pair.
     """
     documents = sums.shape[1]

@@ -30,10 +30,10 @@ from demix.run.systems import ExpertSet
 
 @dataclass(frozen=True)
 class PlannedMixture:
-    """One way to mix the experts of a table (`demix.mix.mixtures.Mixture`), whose prior may still come from dev.
+    """One way to mix the experts of a table (`demix.mix.mixtures.Mixture`); its prior may have to be computed on dev.
 
-    `weights` names the rule in tables, where it may leave parameters open. `dev_blocks` make the prior of `cached`.
-    `routing` and `context` name the clustering and the text whose distances the rule reads, if it reads any.
+    `weights` is the rule's name in tables, possibly without parameters. The prior of `cached` is computed from
+    `dev_blocks`. If the rule uses distances, `routing` and `context` name the clustering and the measured text.
     """
 
     method: str
@@ -54,9 +54,9 @@ class PlannedMixture:
 
 @dataclass(frozen=True)
 class Plan:
-    """The mixtures of a set of experts, each with the variant that it is a row of; `scored` dev blocks are there.
+    """The mixtures of a set of experts, each with the variant of its row. `scored` is the number of scored dev blocks.
 
-    `chosen` are the rules of weights whose parameters are chosen on dev.
+    `chosen` are the mixing rules whose parameters are chosen on dev.
     """
 
     evaluation: MixingRecipe
@@ -74,7 +74,7 @@ class Plan:
             yield from self._varied()
 
     def _of_tables(self) -> Iterator[tuple[PlannedMixture, str]]:
-        """The mixtures of the tables, and, for weights by distance, those of the published code."""
+        """The mixtures of the tables, and, for cluster rules, those of the published code."""
         for top_k in self._top_k:
             for method in self.some.methods:
                 for weights, parsed in self._named.items():
@@ -83,7 +83,7 @@ class Plan:
                         yield mixture, ""
                         if parsed.family == "cluster":
                             yield replace(mixture, rule=released_rule(mixture.rule)), "released_scorer"
-                # Only the prior: equal weights have no likeliest experts.
+                # This is only the prior; with equal weights there are no likeliest experts.
                 if method == "fitted" or (method == "average" and top_k is None):
                     yield self._mixture(method, top_k=top_k), ""
         if "average" in self.some.methods:
@@ -106,9 +106,9 @@ class Plan:
             yield self._mixture(method, "released", rule=rule, decay=RELEASED_DECAY), "released_scorer"
 
     def routed_grid(self, *contexts: str) -> list[PlannedMixture]:
-        """The mixtures by all temperatures, all top-k and `contexts`.
+        """The mixtures with all temperatures, all top-k and `contexts`.
 
-        There are none for experts without clusters, and for sets that few methods mix.
+        There are none for experts without clusters, and for sets that are mixed by only some methods.
         """
         given = self.evaluation
         found = [
@@ -124,17 +124,17 @@ class Plan:
 
     @cached_property
     def _named(self) -> dict[str, Weights]:
-        """The weights by name; those by distance need a centre for each expert."""
+        """The rules by name; cluster rules need a centre for each expert."""
         named = {weights: parsed_weights(weights) for weights in self.some.weights or self.evaluation.weights}
         return {weights: parsed for weights, parsed in named.items() if self.some.routing or not parsed.rules.routed}
 
     @property
     def _top_k(self) -> tuple[int | None, ...]:
-        """No top-k, then the values that leave an expert out."""
+        """No top-k, then the values that are smaller than the number of experts."""
         return (None, *(k for k in self.evaluation.top_k if k < len(self.some.experts)))
 
     def _mixture(self, method: str, weights: str = "", temperature: float | None = None, **more: Any) -> PlannedMixture:
-        """The mixture by a method and named weights; a temperature that these leave open is `temperature`."""
+        """The mixture by a method and a named rule; `temperature` is used if the rule has none."""
         given, rule, routed = self.evaluation, self.chosen.get(weights), dict[str, Any]()
         if weights and (parsed := parsed_weights(weights)).rules.routed:
             hot = given.temperature if temperature is None else temperature
@@ -147,14 +147,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class DocumentLosses:
-    """Of D documents: `nll`, the losses (negative log-likelihoods in nats) [D] by expert and by mixture.
+    """The losses of D documents: `nll` (negative log-likelihoods in nats) [D] by expert and by mixture.
 
-    numbers [D] are the documents' places in the split, ascending; tokens [D] says how many tokens of each were scored;
-    origins [D] are equal for the pieces of one document.
+    numbers [D] are the documents' numbers in the split, ascending; tokens [D] are their numbers of scored tokens;
+    origins [D] are equal for chunks of one source document.
     `byte_count` is that of the whole text, None without byte lengths. `sha256` is the hash of the token ids.
-    posteriors [B, E] are those after each block, of the mixture traced. `folds` is that of the score table. `stretches`
-    are the losses [S] by expert and mixture of the text's stretches (`demix.evaluate.intervals`), `stretched` [S] their
-    tokens.
+    posteriors [B, E] are those of the traced mixture after each block. `folds` is that of the score table. `stretches`
+    are the losses [S] by expert and mixture in the text's stretches (`demix.evaluate.intervals`), `stretched` [S] their
+    numbers of tokens.
     """
 
     numbers: np.ndarray
@@ -194,13 +194,13 @@ def document_losses(
     traced: PlannedMixture | None = None,
     side: Mapping[str, SideTable] | None = None,
 ) -> DocumentLosses:
-    """Sum the scores of `experts` in `directory` and the log p of all `mixtures` of them, document by document.
+    """Sum the scores of `experts` in `directory`, and the log p of all their `mixtures`, for each document.
 
     `priors` holds the log prior of each `cached` or `fitted` mixture. A mixture with a method of `FLOORS` is the best
-    expert in hindsight. `traced` is one whose method is `updating`; `byte_lengths` are those of the tokenizer's ids;
-    `side` has, by context, the distances to the clusters of the experts, which some rules read. The table is streamed,
-    so memory grows with the number of documents and mixtures, not with the number of tokens. Raises DemixError where
-    the text weights the experts of a masked model.
+    expert in hindsight. `traced` is a mixture with the method `updating`; `byte_lengths` are those of the tokenizer's
+    ids; `side` has, by context, the distances to the experts' clusters, which some rules need. The table is streamed,
+    so memory grows with the number of documents and mixtures, not with the number of tokens. Raises DemixError if a
+    mixture would weight the experts of a masked model by the text.
     """
     mixer, footer = Mixer(experts, mixtures, priors, side, traced), footer_of(directory, experts)
     if by_text := next((mixture for mixture in mixer.mixtures if mixture.by_text), None):
@@ -212,7 +212,7 @@ def document_losses(
     what, files = f"{directory.parent.name} on {directory.name}: tokens", [directory / "tokens.parquet"]
     stream = stream_scores(directory, experts, side=side)
     for chunk in counted(stream, what, files, lambda chunk: len(chunk.documents)):
-        # The chunk's stretches; then where its documents begin in it, and where its stretches do.
+        # The chunk's stretches; then the positions at which its documents and its stretches begin.
         within = slice(read // length, -(-(read + len(chunk.documents)) // length))
         cuts = [
             np.flatnonzero(np.diff(chunk.documents, prepend=chunk.documents[0] - 1)),
@@ -251,7 +251,7 @@ def _joined(
     tokens, totals = np.zeros(len(every), np.int64), np.zeros((len(pieces[0][-1]), len(every)))
     origins = np.zeros_like(tokens)
     for numbers, counts, belong, summed in pieces:
-        # A document may go on in the next chunk, but no chunk has it twice.
+        # A document may continue in the next chunk, but occurs only once in a chunk.
         places = np.searchsorted(every, numbers)
         tokens[places] += counts
         origins[places] = belong
@@ -262,7 +262,7 @@ def _joined(
 class Mixer:
     """log p of the tokens of a text, chunk by chunk, under experts, mixtures and floors.
 
-    `mixtures` are in the order of the rows; `posteriors` are those of the mixture traced, by chunk.
+    `mixtures` are in the order of the rows; `posteriors` are those of the traced mixture, by chunk.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class Mixer:
     ) -> None:
         self._experts, self._side, self._traced = experts, side or {}, traced
         self._groups: dict[_Group, dict[int | None, list[PlannedMixture]]] = {}
-        # By experts and rule, the mixtures whose priors follow the text, and the priors after the blocks so far.
+        # By experts and rule: the mixtures with updating priors, and their priors after the blocks so far.
         self._updating: dict[tuple[tuple[str, ...], WeightsRule], list[PlannedMixture]] = {}
         self._after: dict[tuple[tuple[str, ...], WeightsRule], np.ndarray] = {}
         self._states: dict[_Group, State] = {}
@@ -297,7 +297,7 @@ class Mixer:
         self.posteriors: list[np.ndarray] = []
 
     def log_p(self, chunk: Blocks) -> Iterator[np.ndarray]:
-        """log p [B, K, T] of the next chunk's tokens under the experts, then under `mixtures`, some at a time."""
+        """log p [B, K, T] of the next chunk's tokens under the experts, then under `mixtures`, in several groups."""
         yield chunk.scores.transpose(0, 2, 1)
         parts = {some: _columns(chunk.scores, self._experts, some) for some in {one.experts for one in self.mixtures}}
         log_priors = self._log_priors(parts, chunk.mask)
@@ -325,7 +325,7 @@ class Mixer:
     def _log_priors(
         self, parts: dict[tuple[str, ...], np.ndarray], mask: np.ndarray
     ) -> dict[PlannedMixture, np.ndarray]:
-        """log priors [B, E] at the start of the next blocks; all decays of a rule come together."""
+        """log priors [B, E] at the start of the next blocks, computed together for all decays of a rule."""
         found = {one: np.broadcast_to(prior, (len(mask), len(prior))) for one, prior in self._fixed.items()}
         for key, members in self._updating.items():
             some, rule = key
@@ -339,7 +339,7 @@ class Mixer:
 
 @dataclass(frozen=True)
 class _Group:
-    """Mixtures that share their evidence: of the same experts and context, by one rule, one prior where it counts."""
+    """Mixtures that share their evidence: same experts, context and rule, and same prior if evidence depends on it."""
 
     experts: tuple[str, ...]
     rule: WeightsRule

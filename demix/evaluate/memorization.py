@@ -1,9 +1,9 @@
-"""The audit of a removed domain: how much of its documents the model still continues word for word.
+"""The audit of a removed domain: how much of its documents the model still continues verbatim.
 
-Removing an expert leaves the shared weights, which were trained on the domain too. A model has memorized training
-documents if it continues them better than test documents of the same domain. If it does so without the expert, then the
-remaining weights have memorized them. Prompts come from tokens that training has drawn, because a short training does
-not draw all tokens.
+Removing an expert does not remove the shared weights, which were also trained on the domain. A model has memorized
+training documents if it continues them better than test documents of the same domain. If it does so without the expert,
+the remaining weights have memorized them. Prompts come only from tokens that training has used, because a short
+training does not use all tokens.
 """
 
 import logging
@@ -38,7 +38,7 @@ from demix.settings import Items, Positive, Settings, Text
 log = logging.getLogger(__name__)
 
 PROMPT = CONTINUATION = 50
-# Logits of all experts and texts that exist at once.
+# The maximum number of logits, over all experts and texts, in memory at one time.
 LOGITS_AT_ONCE = 1 << 26
 
 COLUMNS = {
@@ -56,11 +56,11 @@ COLUMNS = {
 
 
 class Audit(Settings):
-    """What an audit of a removed domain compares: models by their folders below models/, experts by name.
+    """The models that an audit of a removed domain compares, by their folders below models/, and experts by name.
 
     `model` is the model with the experts `training`; the one that was trained without the domain has the experts
-    `without`. `merged` are merged models, which lose the domain's expert too. `prompts` documents of train are
-    continued from their first tokens, and as many of test.
+    `without`. `merged` are merged models, from which the domain's expert is also left out. `prompts` documents of
+    train, and as many of test, are continued.
     """
 
     prompts: Positive = 20
@@ -72,16 +72,16 @@ class Audit(Settings):
 
 
 def audit_domain(domain: str, models: Path, tokens: Path, priors: Path, audit: Audit, output: Path) -> None:
-    """Write how much of a removed domain's documents is continued: a row by system, split and document.
+    """Write how much of a removed domain's documents is continued: one row per system, split and document.
 
     `tokens` is the domain's folder of shards, `priors` its cached priors. The splits are train, and test, which no
-    system has seen.
+    system was trained on.
 
-    Systems: `own`, only the domain's expert; `mixture`, all experts; `minus`, the same without it; `without`, the
-    model trained without the domain; mixtures with the domain's cached prior; `merged` and `merged_minus`, a merged
-    model with and without the expert. A prompt of 50 tokens is continued greedily: of the next 50, `matched` counts
-    those equal to the document's before the first other, and `share` is the part of all 50 that are equal. `nll` is of
-    the document's own 50, in nats.
+    Systems: `own`, only the domain's expert; `mixture`, all experts; `minus`, all experts except it; `without`, the
+    model trained without the domain; `merged` and `merged_minus`, a merged model with and without the expert. Mixtures
+    use the domain's cached prior. A prompt of 50 tokens is continued greedily by 50 tokens: `matched` counts the tokens
+    before the first one that differs from the document, and `share` is the fraction of the 50 that are equal. `nll` is
+    that of the document's own 50 tokens, in nats.
     """
     set_threads(audit.threads)
     merges = {"merged": "training", "merged_minus": left_out(domain)}
@@ -121,7 +121,7 @@ def audit_domain(domain: str, models: Path, tokens: Path, priors: Path, audit: A
 def _continued(
     trunks: Sequence[GPT], log_prior: np.ndarray, pieces: torch.Tensor, advance: Callable[[int], None]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which tokens of the greedy continuations are the documents' own [N, C], and the nll of the latter [N].
+    """Which tokens of the greedy continuations equal the documents' [N, C], and the nll of the documents' tokens [N].
 
     `pieces` are those of `_excerpts`.
     """
@@ -140,12 +140,12 @@ def _continued(
 
 
 def _excerpts(domain: str, directory: Path, shard: TokenShard, count: int) -> tuple[pd.DataFrame, torch.Tensor]:
-    """A piece of each of `count` documents: those with the smallest sha256 of the ones with a piece that counts.
+    """An excerpt of each of `count` documents: those with the smallest sha256 among documents with a usable excerpt.
 
-    Returns the sha256 of each document's tokens and the piece's place in it (`document`, `start`), and the token before
-    each piece with its PROMPT + CONTINUATION tokens [N, 1 + P + C].
-    Of train, pieces count that lie in blocks that the model in `directory` was trained on. Which piece of a document,
-    its sha256 says too. Fewer where there are fewer, with a warning.
+    Returns the sha256 of each document's tokens and the excerpt's position in it (`document`, `start`), and the token
+    before each excerpt with its PROMPT + CONTINUATION tokens [N, 1 + P + C].
+    In train, an excerpt is usable if it is in blocks on which the model in `directory` was trained. The sha256 also
+    chooses the excerpt of a document. If there are fewer than `count`, logs a warning.
     """
     refuse_other_tokenizer(directory, shard.path, shard.tokenizer_sha256, shard.vocab_size)
     described = describe(directory, "training")

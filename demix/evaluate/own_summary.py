@@ -1,4 +1,4 @@
-"""The summary of a user's own texts, in a terminal and on pages: an answer in a sentence, tables, what they mean."""
+"""The summary of a user's own texts, in a terminal and on pages: an answer in sentences, tables, and explanations."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 def answer(result: OwnText) -> list["str | rich.table.Table"]:
-    """What `demix eval` prints of one text, part by part: the answer in sentences, the tables, and remarks on them.
+    """The parts that `demix eval` prints of one text: the answer in sentences, the tables, and remarks.
 
-    These say what the columns of the experts' table mean, why no dense model is there, and what `doubt` says.
+    The remarks explain the columns of the experts' table, say why there is no dense model, and add the text of `doubt`.
     """
     shown = tables(result)
     if len(result.experts) < 2:
         return [*shown]
     columns = (
-        "usual: the expert's perplexity on test text of its own domain; behind: nats per token more than the best "
-        "expert needs; weight: mean over all tokens by tempered; posterior: probability that the text is of the "
-        "expert's domain if it is of one of these (updating prior after the last block). It adds up to 1 over these "
-        "experts, so that one of them wins even if none fits."
+        "usual: the expert's perplexity on test text of its own domain; behind: loss above that of the best expert, in "
+        "nats per token; weight: mean over all tokens, by tempered; posterior: probability that the text is from the "
+        "expert's domain, if it is from one of these (updating prior after the last block). It sums to 1 over these "
+        "experts, so one of them wins even if none fits."
     )
     return [headline(result), *shown, columns, *filter(None, [without_dense(result), doubt(result)])]
 
@@ -33,7 +33,7 @@ def tables(result: OwnText) -> list["rich.table.Table"]:
     from rich.table import Column, Table
 
     def numbers(*heads: str) -> list[Column]:
-        # A Column holds the cells of its table, so each table needs new columns.
+        # A Column stores the cells of its table, so each table needs new columns.
         return [Column(head, justify="right") for head in ("perplexity", "bits per byte", *heads)]
 
     counted = {"token": result.tokens, "byte": result.bytes, "document": result.documents, "block": result.blocks}
@@ -53,7 +53,7 @@ def tables(result: OwnText) -> list["rich.table.Table"]:
 
 
 def headline(result: OwnText) -> str:
-    """The answer in sentences to quote: the best expert, its lead and weight, the dense model, and a short text."""
+    """The answer in sentences: the best expert, its lead and weight, the dense model, and a note on a short text."""
     if len(result.experts) < 2:
         return ""
     first, second, *_ = result.ranked
@@ -75,19 +75,19 @@ def _against(dense: float, mixed: float) -> str:
 
 
 def without_dense(result: OwnText) -> str:
-    """A line where several experts have no dense model to compare with, as in a copied folder; else nothing."""
+    """A line if there is no dense model to compare several experts with, as in a copied folder; else nothing."""
     if len(result.experts) < 2 or DENSE_OF_RUN in result.by_mixture:
         return ""
     return f"No dense model is compared: {result.model} lies in no run that has one of its recipe."
 
 
 def doubt(result: OwnText) -> str:
-    """A warning where the text is unlike the domains of all experts, or where that is unknown; else nothing."""
+    """A warning if the text is unlike the domains of all experts, or if that is unknown; else nothing."""
     first = result.ranked[0]
     if len(result.experts) < 2 or result.unlike is False:
         return ""
     if first.usual is None:
-        return f"Whether the text is like that of {first.name} is unknown: it has no figures on its own domain."
+        return f"Whether the text is like that of {first.name} is unknown: its scores on its own domain are missing."
     return (
         f"WARNING: the text is unlike the text of all these experts. {first.name}, the best of them, needs "
         f"{first.bits_per_byte:.2f} bits per byte, and {first.usual.bits_per_byte:.2f} on its own domain: more "
@@ -100,9 +100,9 @@ HEADS = ("text", "best expert", "tokens", "perplexity", "weight", "lead", "but")
 
 
 def answers(results: Sequence[OwnText | DemixError]) -> list["str | rich.table.Table"]:
-    """What `demix eval` prints of several texts: a table with a line for each, and what its columns mean.
+    """The output of `demix eval` for several texts: a table with a line for each, and the meaning of its columns.
 
-    A line has the best expert of a text, and what speaks against it.
+    A line has the best expert of a text, and caveats.
     """
     from rich.table import Column, Table
 

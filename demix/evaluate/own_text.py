@@ -36,12 +36,12 @@ from demix.model.scoring import columns_of, trunk_log_probabilities
 from demix.progress import progress
 from demix.run.run import Run
 
-# In the sample, the best expert needs more than this many times its usual bits per byte on 2% of the test documents of
-# the domains that its model has learned, and on 57% of those of other domains.
+# In the sample, the best expert needs more than this multiple of its usual bits per byte on 2% of the test documents of
+# the model's training domains, and on 57% of those of other domains.
 UNLIKE = 1.25
 DENSE_OF_RUN, TEMPERED = "dense model of the run", "tempered (uniform prior)"
-# Of 84 texts of no domain that the sample's experts know, the best expert of the first 200 tokens is that of the whole
-# text in 89%, of the first 50 in 60%. (Of texts of the domains that they know, 25 tokens name the domain in 96%.)
+# For 84 texts outside the domains of the sample's experts, the best expert of the first 200 tokens is that of the whole
+# text in 89% of cases, that of the first 50 in 60%. (For texts of their domains, 25 tokens give the domain in 96%.)
 FEW_TOKENS = 200
 NO_TEXT = ("holds no text", "name a file that contains text")
 
@@ -57,12 +57,12 @@ class Line:
 
 @dataclass(frozen=True)
 class ExpertLine(Line):
-    """The figures of a single expert, and its weights in mixtures.
+    """The results of a single expert, and its weights in mixtures.
 
-    `behind` are the nats per token that the expert needs beyond those of the best expert (0 for the best). `usual` are
-    the expert's figures on its own domain (`demix.model.experts.usual_of`), None where they are unknown. `weight` is
-    the mean of the expert's `tempered` weight over all tokens. `posterior` is the expert's updating prior after the
-    text (paper, Eq. 7): the probability, among these experts, that the text is of the expert's domain.
+    `behind` is the expert's loss above that of the best expert, in nats per token (0 for the best). `usual` are the
+    expert's results on its own domain (`demix.model.experts.usual_of`), None if they are unknown. `weight` is the mean
+    of the expert's `tempered` weight over all tokens. `posterior` is the expert's updating prior after the text (paper,
+    Eq. 7): the probability, among these experts, that the text is from the expert's domain.
     """
 
     behind: float
@@ -73,10 +73,10 @@ class ExpertLine(Line):
 
 @dataclass(frozen=True)
 class OwnText:
-    """The result of `evaluate_text`: sizes of the text, and figures of mixtures (none for one expert) and experts.
+    """The result of `evaluate_text`: sizes of the text, and results of mixtures (none for one expert) and experts.
 
-    The mixtures include the dense model of the model's run, where there is one. `unlike` says whether the best expert
-    needs more than `UNLIKE` times its usual bits per byte, None where those are unknown. `text` names the text.
+    The mixtures include the dense model of the model's run, if there is one. `unlike` says whether the best expert
+    needs more than `UNLIKE` times its usual bits per byte; None if those are unknown. `text` names the text.
     """
 
     model: str
@@ -91,17 +91,17 @@ class OwnText:
 
     @property
     def by_mixture(self) -> dict[str, float]:
-        """The perplexity by name of the mixture."""
+        """The perplexity of each mixture, by name."""
         return {line.name: line.perplexity for line in self.mixtures}
 
     @property
     def ranked(self) -> list[ExpertLine]:
-        """The experts, the one of the lowest perplexity first."""
+        """The experts by increasing perplexity."""
         return sorted(self.experts, key=lambda line: line.perplexity)
 
 
 def evaluate_text(model: Path, text: Path, tokenizer: Path | None = None) -> OwnText:
-    """The figures of one text; see `evaluate_texts`."""
+    """The results for one text; see `evaluate_texts`."""
     (found,) = evaluate_texts(model, [text], tokenizer)
     if isinstance(found, DemixError):
         raise found
@@ -111,17 +111,17 @@ def evaluate_text(model: Path, text: Path, tokenizer: Path | None = None) -> Own
 def evaluate_texts(
     model: Path, texts: Sequence[Path], tokenizer: Path | None = None, field: str = "text"
 ) -> Iterator[OwnText | DemixError]:
-    """Perplexity and bits per byte of each of `texts` under each expert of `model` and each method that mixes them.
+    """Perplexity and bits per byte of each of `texts` under each expert of `model` and each mixing method.
 
     The model is loaded once. A text is read, tokenized and cut into blocks like the text of a domain, but it is not
-    anonymized. A file whose name says no format is one document of plain text. All experts score a text in one pass;
-    experts that are whole models do so one after the other. `tempered`, with the model's parameters, is the
-    default rule; `cluster` is there where the model's run has a clustering; the paper's mixtures use `history` weights
-    and the decay DECAY. `field` holds the text in a file of records.
+    anonymized. A file whose name gives no format is one document of plain text. All experts score a text in one pass;
+    experts that are whole models do so one after the other. `tempered`, with the model's parameters, is the default
+    rule; `cluster` is added if the model's run has a clustering; the paper's mixtures use the rule `history` and the
+    decay DECAY. `field` is the field with the text in a file of records.
 
-    Of a folder all files are read, and a stream (a pipe, or `-`, standard input) like a file of plain text, within the
-    bound of one document. Raises DemixError if the tokenizer is not the model's, or if the only text is missing or
-    cannot be read. For one of several the error is yielded, whose subject is the file.
+    In a folder all files are read. A stream (a pipe, or `-`, standard input) is read like a file of plain text, up to
+    the size limit of one document. Raises DemixError if the tokenizer is not the model's, or if the only text is
+    missing or cannot be read. If there are several texts, such an error is yielded instead; its subject is the file.
     """
     refuse_masked(model, "scores only masked text")
     place, _ = tokenizer_of(model, tokenizer)
@@ -141,10 +141,9 @@ def evaluate_texts(
 
 
 class Judge:
-    """The `trunks` of the model in the folder `model`, and what their figures of a text are compared with.
+    """The `trunks` of the model in the folder `model`, and the dense model with which their results are compared.
 
-    That is the dense model of the run, loaded to `device`. A text is a file, a stream, or a string, which is one
-    document.
+    That is the dense model of the run, loaded to `device`. A text is a file, a stream, or a string (one document).
     """
 
     def __init__(self, model: Path, trunks: list[GPT], tokenizer: Path, device: torch.device = CPU) -> None:
@@ -154,7 +153,7 @@ class Judge:
         self.usual, self.tempered = usual_of(model), mixing_of(model)
 
     def read(self, text: Path | str, field: str = "text") -> TokenShard:
-        """The tokens of a text. Raises DemixError where it cannot be read or is empty."""
+        """The tokens of a text. Raises DemixError if it cannot be read or is empty."""
         named = _named(text)
         once = isinstance(text, str) or is_stream(named)
         with TemporaryDirectory(prefix="demix.") as folder:
@@ -163,7 +162,7 @@ class Judge:
             try:
                 raw_text([_kept(text, Path(folder)) if once else named], field, "own", raw)
             except DemixError as error:
-                # The user knows a stream by the name that was given, not by that of the file.
+                # The error must have the stream's name that the user gave, not the name of the temporary file.
                 raise (error.but(named) if once else error) from None
             anonymize_documents(raw, documents, documents.with_suffix(".json"), enabled=False)
             tokenize(self.tokenizer, documents, shard_path)
@@ -186,7 +185,7 @@ class Judge:
         return mixed
 
     def result(self, text: Path | str, shard: TokenShard) -> OwnText:
-        """The figures of a text, whose tokens are those of `shard`."""
+        """The results for a text, whose tokens are those of `shard`."""
         text = _named(text)
         table = _scored(self.trunks, shard, text.name)
         scores, mask, names = table.scores, table.mask, table.experts
@@ -220,10 +219,10 @@ class Judge:
 
 
 def _dense_of(model: Path) -> Path | None:
-    """The dense model of the same run and seed as `model`, which differs from it only in the experts.
+    """The dense model with the same run and random seed as `model`, which differs from it only in the experts.
 
-    It is the first with the architecture, the optimizer and the beginning of the model. None where the run has no such
-    dense model, for a model in no run, and for that model itself.
+    It is the first one with the same architecture, optimizer and start. None if the run has no such dense model, if the
+    model is not in a run, and for the dense model itself.
     """
     place, whole = model.resolve(), Run.of_model(model)
     if whole is None:
@@ -234,14 +233,14 @@ def _dense_of(model: Path) -> Path | None:
     if (alike := next(rows, None)) is None:
         return None
     dense = place.with_name(whole.folder_of(alike.name, whole.row_of(place.name)[1]))
-    # The description of an expert is what training writes last.
+    # Training writes the description of an expert last.
     return dense if dense != place and (dense / "experts" / "dense.json").is_file() else None
 
 
 def raw_text(texts: Sequence[Path], field: str, domain: str, output: Path) -> None:
     """Write the documents of the files `texts` to the Parquet file `output`, as `demix.data.sources.download` does.
 
-    Raises DemixError for a file that is missing, a folder or no text, and where no file holds a document.
+    Raises DemixError for a file that is missing, a folder or not text, and if no file has a document.
     """
     for text in texts:
         _check_file(text)
@@ -281,21 +280,21 @@ def whole_text(text: str | Path) -> str:
 
 
 def _named(text: Path | str) -> Path:
-    """The name of a text as a path. Raises DemixError for what is neither a string nor a path."""
+    """The name of a text as a path. Raises DemixError if it is neither a string nor a path."""
     if not isinstance(text, str | Path):
         raise DemixError("text", f"is of the type {type(text).__name__}", "give a string, or a Path for a file")
     return Path("text") if isinstance(text, str) else text
 
 
 def is_stream(text: Path) -> bool:
-    """Whether a text is read once, from its begin to its end: standard input, a pipe or a device."""
+    """Whether a text can be read only once, from beginning to end: standard input, a pipe or a device."""
     return str(text) == "-" or (text.exists() and not text.is_file() and not text.is_dir())
 
 
 def _kept(stream: Path | str, folder: Path) -> Path:
     """A file in `folder` with the bytes of a stream, or of a string.
 
-    Raises DemixError for more of them than a document may have.
+    Raises DemixError if it exceeds the size limit of a document.
     """
     if isinstance(stream, str):
         content = whole_text(stream).encode()

@@ -1,8 +1,8 @@
-"""Routing tables: how far the text before each scored token is from the centres of a clustering.
+"""Routing tables: the distance of the text before each scored token to the centres of a clustering.
 
 `routing/<clustering>/<context>/<domain>.<split>.parquet` has one float32 column of squared distances per cluster and
-one row per token that scoring scores. It is made once for all models; every temperature and top-k is arithmetic on it
-(Gururangan et al. 2023, Eq. 3).
+one row per scored token. It is written once for all models; every temperature and top-k is computed from it (Gururangan
+et al. 2023, Eq. 3).
 """
 
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Routing(ScoredTokens):
-    """Which tokens are routed, those that scoring scores, in blocks of `length` tokens, and by which context."""
+    """The tokens that are routed (the scored ones), in blocks of `length` tokens, and the context that is measured."""
 
     length: Positive
     context: Context
@@ -38,8 +38,8 @@ class Routing(ScoredTokens):
 def route(folder: Path, shards: Sequence[Path], tokenizer: Path, routing: Routing, output: Path) -> None:
     """Write output/<domain>.<split>.parquet for each of the token shards tokens/<domain>/<split>.arrow.
 
-    `folder` is that of a clusterer. The tables stream: memory does not grow with the tokens. Raises DemixError for a
-    shard of another tokenizer, and for an empty split.
+    `folder` is that of a clusterer. The tables are streamed, so memory does not grow with the number of tokens. Raises
+    DemixError for a shard of another tokenizer, and for an empty split.
     """
     clusterer, encoder = Clusterer.open(folder), Tokenizer.load(tokenizer)
     for path in shards:
@@ -63,10 +63,10 @@ def route(folder: Path, shards: Sequence[Path], tokenizer: Path, routing: Routin
 
 
 def side_tables_of(table: Path, mixtures: Iterable[PlannedMixture]) -> dict[str, SideTable]:
-    """The distances that `mixtures` read in addition to the score table scores/<model>/<domain>.<split>, by context.
+    """By context, the distances that `mixtures` need in addition to the score table scores/<model>/<domain>.<split>.
 
-    Raises DemixError for a routing table of another clusterer than that of the run, for experts of the clusters of
-    another one, and for experts without a centre.
+    Raises DemixError if a routing table or the experts are of another clusterer than that of the run, and if an expert
+    has no centre.
     """
     wanted = [mixture for mixture in mixtures if mixture.routing]
     experts = tuple(dict.fromkeys(name for mixture in wanted for name in mixture.experts))
@@ -88,7 +88,7 @@ def side_tables_of(table: Path, mixtures: Iterable[PlannedMixture]) -> dict[str,
 def best_on_dev(
     dev: Path, columns: Sequence[str], tried: Sequence[PlannedMixture], log_priors: dict[PlannedMixture, np.ndarray]
 ) -> list[tuple[PlannedMixture, str]]:
-    """Of `tried`, the mixture of lowest loss on the score table `dev` by method and weights; none without a choice."""
+    """By method and weights, the mixture among `tried` with the lowest loss on the score table `dev`; none if there is no choice."""
     found: dict[tuple[str, str], list[PlannedMixture]] = {}
     for mixture in tried:
         found.setdefault((mixture.method, mixture.weights), []).append(mixture)

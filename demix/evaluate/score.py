@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Scoring(ScoringRecipe):
-    """How scores are computed, and of which tokens. `models` are those of `score_models`."""
+    """How scores are computed, and for which tokens. `models` are those of `score_models`."""
 
     threads: Threads
     models: Items[ScoringPart] = ()
@@ -58,15 +58,15 @@ def score_models(models: Path, shards: list[Path], scoring: Scoring, output: Pat
 
     Scores each of `scoring.models`, below the folder `models`, on its splits among the token shards
     tokens/<domain>/<split>.arrow, each of which is opened once. Writes output/<model>/<domain>.<split>/<expert>.parquet
-    and tokens.parquet in the same folder, in output/<model>@… for what is not as in training. For a domain-token model,
-    `experts` are domain tokens; without any, each domain is scored under its own token. The file `manifest` gets the
-    digests of all tables, last. Raises DemixError before the first text is scored if an expert of any model is missing,
-    model and shards have different tokenizers, a split is no argument, blocks are longer than the positions that a
-    model has learned, or a layer has fewer experts than tokens are to choose; and where no model is named.
+    and tokens.parquet in the same folder; in output/<model>@… if context, top-k or experts differ from training. For a
+    domain-token model, `experts` are domain tokens; without any, each domain is scored with its own token. The file
+    `manifest`, with the digests of all tables, is written last. Raises DemixError, before the first text is scored, if
+    no model is named, an expert is missing, model and shards have different tokenizers, a split is not among the
+    arguments, blocks are longer than a model's learned positions, or a layer has fewer experts than `top_k`.
 
-    A split is scored one row group at a time. Scored row groups stay in a hidden folder until the columns of the split
-    are written. After a kill, the same command scores only the missing row groups and writes the same bytes. Finished
-    columns say of what they were made: the same command leaves them, unless something on which their bits depend has
+    A split is scored one row group at a time. Scored row groups are kept in a hidden folder until the columns of the
+    split are written. After a kill, the same command scores only the missing row groups and writes the same bytes.
+    Finished columns record their inputs: the same command keeps them unless something on which their bits depend has
     changed.
     """
     if not scoring.models:
@@ -79,7 +79,7 @@ def score_models(models: Path, shards: list[Path], scoring: Scoring, output: Pat
     written: list[tuple[Path, Sequence[str]]] = []
     for part in scoring.models:
         directory, places = models / part.model, [*product(part.domains, part.splits)]
-        # Each column is a file of its own, so experts that are whole models are never in memory together.
+        # Each column is a separate file, so experts that are whole models are never in memory together.
         apart = whole_models(directory) and part.experts
         for experts in [(expert,) for expert in part.experts] if apart else [part.experts]:
             scorer = _Scorer(directory, replace(part, experts=experts), scoring, output)
@@ -119,7 +119,7 @@ def _check(directory: Path, part: ScoringPart, texts: Mapping[tuple[str, str], T
 
 
 class _Scorer:
-    """The experts of a part that are in memory together, which are loaded once a column is missing."""
+    """The experts of a part that are in memory together. They are loaded only if a column is missing."""
 
     def __init__(self, directory: Path, part: ScoringPart, scoring: Scoring, output: Path) -> None:
         self.directory, self.part, self.scoring, self.output = directory, part, scoring, output
@@ -143,7 +143,7 @@ class _Scorer:
         return trunks
 
     def score(self, domain: str, split: str, shard: TokenShard) -> None:
-        """Score a split, unless all columns are there."""
+        """Score a split, unless all columns exist."""
         columns = self.part.experts or (domain,)
         place = self.output / self.part.folder / f"{domain}.{split}"
         label = f"{self.part.folder} on {domain} {split}"
@@ -169,7 +169,7 @@ class _Scorer:
         shutil.rmtree(folder, ignore_errors=True)
 
     def _fingerprint(self, columns: tuple[str, ...], sha256: str) -> str:
-        """A digest of everything on which the bits of some columns of scores of some tokens depend."""
+        """A digest of everything on which the bits of these columns of scores depend, for these tokens."""
         hashes = {name: sha256 for name, sha256 in self.hashes.items() if name in columns} or self.hashes
         part, settings = self.part, [self.scoring.precision, self.scoring.threads, torch.__version__]
         model = [digest(self.described.content), hashes, self.folds, part.context, part.top_k, part.without]
@@ -178,7 +178,7 @@ class _Scorer:
     def _score_pieces(
         self, shard: TokenShard, columns: tuple[str, ...], folder: Path, count: int, fingerprint: str, label: str
     ) -> list[Path]:
-        """The files in `folder` with the scores of each row group of a split; those that are missing are written."""
+        """The files in `folder` with the scores of each row group of a split; missing ones are written."""
         groups = {folder / f"{start}.parquet": (start, stop) for start, stop in row_groups(count, self.length)}
         missing = {
             piece: span for piece, span in groups.items() if not _is_whole(piece, span[1] - span[0], fingerprint)

@@ -20,10 +20,10 @@ from demix.files import read_parquet, sha256_file, write_json, write_parquet
 from demix.files.batches import read_batches, regrouped, write_batches
 from demix.model.manifest import read_description, read_lineage
 
-# The approximate size of a row group: small in memory under all experts, and quick to score again after a kill.
+# The approximate size of a row group: small in memory with all experts, and fast to score again after a kill.
 ROW_GROUP_TOKENS = 1 << 16
 ROUNDING = 1e-3
-# The workflow knows the tables by the manifests of the jobs that write them.
+# The workflow tracks the tables by the manifests of the jobs that write them.
 SCORE_AGAIN = "score the domain again, by `snakemake -R score` (undamaged columns stay as they are) or score_ngrams"
 
 
@@ -47,7 +47,7 @@ class ScoreTable:
         return int(self.mask.sum())
 
     def select(self, experts: Sequence[str]) -> "ScoreTable":
-        """The table with the columns of `experts` only, in this order."""
+        """The table with only the columns of `experts`, in this order."""
         columns = [self.experts.index(expert) for expert in experts]
         return replace(self, scores=self.scores[..., columns], experts=tuple(experts))
 
@@ -58,7 +58,7 @@ class Blocks:
 
     `scores` [B, T, E] are float64 log p in nats, 0 at padding; their memory layout is [B, E, T]. `mask` [B, T] is False
     at padding. `tokens` [N] and `documents` [N] are the ids and the non-decreasing document numbers of the N tokens
-    that are not padding; `origins` [N] are equal for the pieces of one document. `side` has other values of each
+    that are not padding; `origins` [N] are equal for chunks of one source document. `side` has other values of each
     token by name, [B, T, C], 0 at padding, in the layout of `scores`.
     """
 
@@ -95,8 +95,8 @@ def write_tokens(
 ) -> None:
     """Write tokens.parquet, which all score columns of a split share: token ids, block and document numbers, origins.
 
-    Documents begin at `offsets`. Those with equal numbers in `origins`, by default none, are pieces of one. A file that
-    would stay the same is not written again, because other jobs may be reading it.
+    Documents begin at `offsets`. Those with equal numbers in `origins` (default: none) are chunks of one source
+    document. A file that would not change is not written again, because other jobs may be reading it.
     """
     path, places = directory / "tokens.parquet", np.arange(len(tokens))
     documents = np.searchsorted(offsets, places, side="right") - 1
@@ -120,7 +120,7 @@ def write_digests(
 ) -> None:
     """Write the digests of score tables, each a folder with the columns that a job has written there.
 
-    `about` has more to say of the job.
+    `about` has further information about the job.
     """
     files = [place / f"{name}.parquet" for place, columns in tables for name in (*columns, "tokens")]
     digests = {os.path.relpath(file, path.parent): sha256_file(file) for file in files}
@@ -162,9 +162,9 @@ def stream_scores(
 ) -> Iterator[Blocks]:
     """The columns of `experts` in the order of the text: an even number of blocks at a time, about `at_once` tokens.
 
-    The columns of `side` come with the scores of the same tokens. Raises DemixError if two columns were scored with
-    different shared weights, if a value is not a log p or, after the last block, if a file belongs to other tokens than
-    those of tokens.parquet.
+    The columns of `side` are returned with the scores of the same tokens. Raises DemixError if two columns were scored
+    with different shared weights, if a value is not a log p, or, after the last block, if a file belongs to other
+    tokens than tokens.parquet.
     """
     side, path = side or {}, directory / "tokens.parquet"
     paths = [column_path(directory, expert) for expert in experts]
@@ -197,10 +197,9 @@ def stream_scores(
 
 
 def _check_structure(tokens: "Footer", files: "Sequence[Footer]", columns: int) -> None:
-    """Raise DemixError for a file without a row for each token, and if score columns were not scored alike.
+    """Raise DemixError if a file does not have one row per token, or if score columns were scored differently.
 
-    The first of `files` are score columns, `columns` of them. Columns of other models than the first one's have other
-    shared weights.
+    The first `columns` of `files` are score columns. Columns of other models may have other shared weights.
     """
     for one in files:
         if one.rows != tokens.rows:
@@ -235,9 +234,9 @@ def _in_blocks(columns: Sequence[np.ndarray], blocks: int, length: int) -> np.nd
 
 
 def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> None:
-    """Raise DemixError if a column in `scores/<model>/<domain>.<split>/` is of other weights than those of `model`.
+    """Raise DemixError if a column in `scores/<model>/<domain>.<split>/` was scored with other weights than `model`'s.
 
-    What the folder `model` no longer has, as averages of one domain that are made to be scored, is not compared.
+    Experts that the folder `model` no longer has, such as averages that are made only for scoring, are not compared.
     """
     if not (model / "model.json").exists():
         return
@@ -255,14 +254,15 @@ def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> 
 
 
 def footer_of(directory: Path, experts: Sequence[str]) -> "Footer":
-    """What the first column says of the scores of a split. `stream_scores` checks that every column says the same."""
+    """The footer of the first score column of a split. `stream_scores` checks that all columns have the same values."""
     return _footer(directory / f"{experts[0]}.parquet")
 
 
 def refuse_evidence(subject: object, folds: int, asked: str) -> None:
-    """Raise DemixError if a table of `folds` is to weight experts by the text, or compare them by it, as `asked`.
+    """Raise DemixError if a masked model's table (`folds`) would be used to weight or compare experts by the text.
 
-    A masked model has read the text after a token: what it says of earlier tokens knows the token that is mixed.
+    A masked model has read the text after a token, so its scores of earlier tokens depend on the token to be mixed.
+    `asked` describes the use.
     """
     if folds:
         cause = f"holds masked log-probabilities ({folds} folds), with which {asked} would see the predicted tokens"
@@ -284,11 +284,11 @@ class Footer:
 
     @property
     def folds(self) -> int:
-        """The number of passes in which a masked model filled in the tokens of each block; 0 for a causal model."""
+        """The number of passes in which a masked model predicted the tokens of each block; 0 for a causal model."""
         return self.number(b"folds", b"0")
 
     def number(self, key: bytes, default: bytes = b"") -> int:
-        """The value of a key, a whole number."""
+        """The value of a key, an integer."""
         said = self.about.get(key, default)
         if not said.isdigit():
             raise DemixError(self.path, f"has an invalid value of {key.decode()} ({said!r:.40})", SCORE_AGAIN)
@@ -309,9 +309,9 @@ def _pieces(path: Path, names: list[str], size: int) -> Iterator[list[np.ndarray
 
 
 def count_to_score(shard: TokenShard, scored: ScoredTokens, length: int) -> int:
-    """How many of the tokens of tokens/<domain>/<split>.arrow are scored, in blocks of `length` tokens.
+    """The number of tokens of tokens/<domain>/<split>.arrow that are scored, in blocks of `length` tokens.
 
-    Raises DemixError where there are none.
+    Raises DemixError if there are none.
     """
     limit = scored.limit(shard.path.stem, length)
     if not (count := len(shard) if limit is None else min(limit, len(shard))):
@@ -320,5 +320,5 @@ def count_to_score(shard: TokenShard, scored: ScoredTokens, length: int) -> int:
 
 
 def tokens_sha256(tokens: np.ndarray) -> str:
-    """A hash of token ids of any integer type. Scores are comparable only where these hashes are equal."""
+    """A hash of token ids of any integer type. Scores are comparable only if these hashes are equal."""
     return hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest()
