@@ -88,7 +88,7 @@ def side_tables_of(table: Path, mixtures: Iterable[PlannedMixture]) -> dict[str,
 def best_on_dev(
     dev: Path, columns: Sequence[str], tried: Sequence[PlannedMixture], log_priors: dict[PlannedMixture, np.ndarray]
 ) -> list[tuple[PlannedMixture, str]]:
-    """By method and weights, the mixture among `tried` with the lowest loss on the score table `dev`; none if there is no choice."""
+    """By method and weights, the mixture in `tried` with the lowest loss on `dev`; none if only one was tried."""
     found: dict[tuple[str, str], list[PlannedMixture]] = {}
     for mixture in tried:
         found.setdefault((mixture.method, mixture.weights), []).append(mixture)

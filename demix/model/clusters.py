@@ -1,7 +1,7 @@
-"""The clusters of a model's experts, for weights by distance outside of the workflow.
+"""The clusters of a model's experts, for cluster rules outside the workflow.
 
-They are those of the model's run. `demix card` copies them to the folder `clusterer` of the model, which keeps them
-where it is copied.
+They are those of the model's run. `demix card` copies them to the folder `clusterer` of the model, so that a copied
+model keeps them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ class Clusters:
         return Clusterer.open(self.folder)
 
     def contexts(self, tokenizer: Tokenizer, length: int) -> Contexts:
-        """The contexts of a text that grows, in blocks of `length` tokens."""
+        """The contexts of a growing text, in blocks of `length` tokens."""
         return Contexts(self.open(), tokenizer, self.context, length)
 
     def distances(self, experts: Sequence[str], tokenizer: Tokenizer, shard: TokenShard, length: int) -> np.ndarray:
@@ -52,7 +52,7 @@ class Clusters:
 
 
 def has_clusters(directory: Path) -> bool:
-    """Whether the run of the model in `directory` has a clustering of its experts, or else its folder."""
+    """Whether the run of the model in `directory`, or the folder itself, has a clustering of its experts."""
     return _found(directory) is not None
 
 
@@ -60,7 +60,7 @@ def clusters_of(directory: Path) -> Clusters:
     """The clusters of a model's experts: those of its run, else those in its folder.
 
     Raises DemixError if there are none in either, if the description of those in the folder is damaged, and if an
-    expert learned from the cluster of another clusterer of the run (`refuse_other_clusters`).
+    expert was trained on a cluster of another clusterer of the run (`refuse_other_clusters`).
     """
     directory = Path(directory)
     if (found := _found(directory)) is None:
@@ -71,10 +71,10 @@ def clusters_of(directory: Path) -> Clusters:
 
 
 def refuse_other_clusters(directory: Path, folder: Path, experts: Iterable[str]) -> None:
-    """Raise DemixError if one of `experts` of a model learned from another cluster than that of its name in `folder`.
+    """Raise DemixError if an expert was trained on another cluster than that of its name in `folder`.
 
-    The sha256 of all tokens that an expert learned from, in its lineage, is compared with that of the cluster's shard:
-    it differs where another clusterer of the same name made the expert's cluster. Experts of domains have no shard.
+    The sha256 of an expert's training tokens, in its lineage, is compared with that of the cluster's shard. They differ
+    if another clusterer of the same name made the expert's cluster. Experts of domains have no such shard.
     """
     for name in experts:
         lineage, shard = directory / "experts" / f"{name}.json", folder / "shards" / name / "train.json"

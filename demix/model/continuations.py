@@ -1,6 +1,6 @@
 """Log-probabilities of whole texts, and of continuations of contexts, under a mixture of experts.
 
-The weights of the experts follow each text from its first token, over its context and its continuation alike, as in
+The experts' weights are updated from the first token of each text, in context and continuation, as in
 `demix.model.decode`. Texts of different lengths are scored together, and a context that several continuations share is
 scored once.
 """
@@ -27,17 +27,17 @@ from demix.model.gpt import GPT
 from demix.model.heads import ROWS_AT_ONCE
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, columns_of, refuse_not_finite, trunk_log_probabilities
 
-# Scores of whole texts that are in memory at once, 8 bytes each.
+# The maximum number of scores of whole texts in memory at once, 8 bytes each.
 MAX_SCORES = 1 << 24
-# The keys and values of the contexts that continuations share, a copy for each continuation.
+# The maximum size of keys and values of shared contexts, of which each continuation has a copy.
 MAX_CACHED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class MixedModel:
-    """A mixture of the E experts of a model, as `demix.model.decode.Decoder` has it, for any number of texts.
+    """A mixture of the E experts of a model, as in `demix.model.decode.Decoder`, for any number of texts.
 
-    `contexts` are those of a text whose distances to the experts' clusters the rule reads.
+    `contexts` are the texts whose distances to the experts' clusters the rule uses.
     """
 
     trunks: Sequence[GPT]
@@ -58,7 +58,7 @@ class MixedModel:
         """The weights on B new texts, given the tokens `before` [B]."""
         if (contexts := self.contexts) is None:
             return Stream(self.mixture, self.context, before)
-        # The prior leaves out the experts without a cluster, whatever their distance.
+        # Experts without a cluster have prior 0, so their distances have no effect.
         columns = [contexts.names.index(name) if name in contexts.names else 0 for name in self.experts]
 
         def of_a_text() -> Distances:
@@ -78,7 +78,7 @@ class MixedModel:
         return decoder
 
     def mixed(self, scores: Tensor, tokens: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """log p [B, N] of `tokens` [B, N] under the mixture (paper, Eq. 4), and the weights log g [B, N, E] behind it.
+        """log p [B, N] of `tokens` [B, N] under the mixture (paper, Eq. 4), and its weights log g [B, N, E].
 
         `scores` [E, B, N] are those of the experts, float64; `before` [B] are the tokens before the texts.
         """
@@ -95,11 +95,11 @@ def mixture_of(
     experts: Sequence[str] | None = None,
     top_k: int | None = None,
 ) -> MixedModel:
-    """The mixture of the experts of `trunks`, those of the model in `directory`; of the `top_k` likeliest at a token.
+    """The mixture of the experts of `trunks`, of the model in `directory`; `top_k` keeps the likeliest at each token.
 
-    `weights` and `prior` are names as in `weights_of` and `named_prior`. Only `experts` are mixed, by default all: the
-    others have the prior 0. Raises DemixError for an unknown expert, rule or prior, and for weights by distance and an
-    expert that the prior allows and that has no cluster.
+    `weights` and `prior` are names as in `weights_of` and `named_prior`. Only `experts` are mixed (default: all); the
+    others have prior 0. Raises DemixError for an unknown expert, rule or prior, and, for a cluster rule, if an expert
+    with a positive prior has no cluster.
     """
     names = columns_of(trunks)
     rule = weights_of(weights, directory)
@@ -129,7 +129,7 @@ class Continuation:
 
 
 def within(context: Sequence[int], tokens: Sequence[int], length: int) -> Continuation:
-    """The continuation `tokens` of `context` with the part of the context that a model of `length` positions sees.
+    """The continuation `tokens` with the part of `context` that fits into a model of `length` positions.
 
     A context that is too long loses its first tokens. Raises DemixError for more tokens than positions.
     """
@@ -145,18 +145,18 @@ def text_scores(
     end_of_text: int,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """The tokens of each text that is not empty, which follows `end_of_text`, the shortest texts first.
+    """Score the tokens of each non-empty text after `end_of_text`, beginning with the shortest texts.
 
-    A text is cut into consecutive blocks as in scoring (docs/explanation/demix-layers.md), and the posterior goes on
+    A text is cut into consecutive blocks as in scoring (docs/explanation/demix-layers.md), and the posterior continues
     from block to block. Yields the number of the text, log p [E, N] in nats of its tokens under the experts, log p [N]
-    under the mixture, and the weights log g [N, E] behind it, all float64. `advance` is called with the number of
-    tokens that were scored since its last call, once for each trunk.
+    under the mixture, and the mixture's weights log g [N, E], all float64. `advance` is called, once per trunk, with
+    the number of tokens that were scored since its last call.
     """
     lengths = [len(text) for text in texts]
     order = sorted(np.flatnonzero(lengths).tolist(), key=lengths.__getitem__)
     before = torch.tensor([end_of_text])
     most = max(1, MAX_SCORES // len(mixture.experts))
-    # At most half of what is scored together is padding.
+    # At most half of the tokens that are scored together are padding.
     alike = groupby(order, lambda number: min(mixture.context, lengths[number]).bit_length())
     for numbers in (part for _, same in alike for part in _parts([*same], lengths, most)):
         width = min(mixture.context, lengths[numbers[-1]])
@@ -188,9 +188,9 @@ def continuation_log_probabilities(
 ) -> list[tuple[float, bool]]:
     """log p in nats of each continuation given its context, and whether each of its tokens is the likeliest one.
 
-    `wanted` come from `within`. `batch` is the number of continuations of a forward pass, by default what
-    `EXPERT_TOKENS_AT_ONCE` allows. `advance` is called with the number of continuations that were dealt with since its
-    last call. Raises DemixError for an expert whose log-probabilities are not all finite.
+    `wanted` come from `within`. `batch` is the number of continuations per forward pass; by default it follows from
+    `EXPERT_TOKENS_AT_ONCE`. `advance` is called with the number of continuations that were scored since its last call.
+    Raises DemixError if an expert has log-probabilities that are not finite.
     """
     found = {one: (0.0, True) for one in wanted if not one.tokens}
     order = sorted({*wanted} - found.keys(), key=lambda one: (-len(one.context), one.context, one.tokens))
@@ -211,9 +211,9 @@ def continuation_log_probabilities(
 class _Batch:
     """R continuations of B contexts, padded to N tokens. `of` [R] are the numbers of their contexts.
 
-    `inputs` and `targets` [R, N] are the tokens from the one before the text on, and those after each. `asked` [R, N]
-    tells which targets belong to continuations. The first `shared` inputs, fewer than any context has, are read once
-    for all continuations of a context.
+    `inputs` [R, N] are the tokens from the one before the text on, `targets` [R, N] the tokens after each. `asked`
+    [R, N] marks targets in continuations. The first `shared` inputs, which are in all contexts, are read only once for
+    all continuations of a context.
     """
 
     wanted: Sequence[Continuation]
@@ -240,7 +240,7 @@ class _Batch:
 
     @torch.no_grad()
     def passed(self, model: GPT, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """log p [E, R, N] of the targets, float64, and the states [E, tokens, D] that predict those asked for."""
+        """log p [E, R, N] of the targets, float64, and the states [E, tokens, D] that predict the marked targets."""
         device, s = model.token_embedding.device, self.shared
         inputs, targets, of = self.inputs.to(device), self.targets.to(device), self.of.to(device)
         past, scores = None, []
@@ -258,7 +258,7 @@ class _Batch:
 
 @torch.no_grad()
 def _likeliest(trunks: Sequence[GPT], passed: Sequence[tuple[Tensor, Tensor]], log_g: Tensor) -> Tensor:
-    """The likeliest token under the mixture at each place asked for [tokens].
+    """The likeliest token under the mixture at each marked target [tokens].
 
     `passed` has `_Batch.passed` by trunk, and `log_g` [tokens, E] are the weights there.
     """

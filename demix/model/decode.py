@@ -29,7 +29,7 @@ from demix.model.gpt import GPT
 from demix.model.manifest import run_of, tempered_of
 from demix.model.merge import parse_weights, prior_weights
 
-# Products of one token with a matrix of this many numbers need about a millisecond of one core.
+# The product of one token with a matrix of this size needs about a millisecond on one core.
 ONE_THREAD = 2**22
 
 
@@ -111,7 +111,7 @@ def generate(
     """Sample up to `tokens` more tokens for each text of `decoder`.
 
     Yields (tokens [B, 1], log p, log g) for each position; `Decoder.read` returns the last two. `temperature` 0 chooses
-    the likeliest token. `generator` is a CPU generator. Where there is one text, the token `end` ends it and is not
+    the likeliest token. `generator` is a CPU generator. If there is only one text, the token `end` ends it and is not
     yielded.
     """
     for _ in range(tokens):
@@ -122,7 +122,7 @@ def generate(
 
 
 class Drawn(NamedTuple):
-    """A token that was sampled for one text: its text and id, and log p [E, 1, 1] and log g [1, 1, E] of it."""
+    """A token that was sampled for one text: its text and id, its log p [E, 1, 1] and its log g [1, 1, E]."""
 
     piece: str
     token: int
@@ -156,7 +156,7 @@ def choose(log_p: Tensor, temperature: float, top_p: float, generator: torch.Gen
     if temperature == 0:
         return log_p.argmax(-1).cpu()
     log_p = log_p.double().cpu()
-    # Below zero, what is divided by a tiny temperature is -inf at most, where both ends of a range would give NaN.
+    # Values of at most zero, divided by a tiny temperature, become -inf, but never NaN.
     probabilities = nucleus(((log_p - log_p.amax(-1, keepdim=True)) / temperature).softmax(-1), top_p)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
@@ -191,12 +191,12 @@ def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> np.ndarra
 
 
 def weights_of(name: str, directory: Path) -> Weights:
-    """The rule for the experts' weights that `name` means, with the parameters of the model in `directory`.
+    """The mixing rule called `name`, with the parameters of the model in `directory`.
 
-    `name` is a value of `evaluation.weights` other than a number of tokens, or `average`: only the prior, which text
-    does not change (`switching(1)`, docs/explanation/mixing.md). Where it leaves parameters open, those of
-    `tempered` come from the model's mixing.json, and the temperature of rules by distance from `clusters_of`; a model
-    without that file, and `switching`, have those of `DEFAULTS`.
+    `name` is a value of `evaluation.weights`, or `average`: only the prior, which text does not change (`switching(1)`,
+    docs/explanation/mixing.md). If `name` has no parameters, those of `tempered` come from the model's mixing.json, and
+    the temperature of cluster rules from `clusters_of`. For a model without mixing.json, and for `switching`, they are
+    those of `DEFAULTS`.
     """
     try:
         weights = parsed_weights("switching(1)" if name == "average" else name)
@@ -212,12 +212,11 @@ def weights_of(name: str, directory: Path) -> Weights:
 def named_prior(
     name: str, directory: Path, experts: Sequence[str], weights: Weights
 ) -> tuple[np.ndarray, float | None]:
-    """The prior that `name` means, over `experts` of the model in `directory`: (log prior [E], decay).
+    """The prior called `name` over `experts` of the model in `directory`: (log prior [E], decay).
 
-    `name` is `updating`, `uniform`, weights such as law=2,news=1, or a domain whose prior is in the run of the model.
-    The prior of a domain is `cached`, or `fitted` where `weights`
-    see earlier blocks. "" is `updating`, or `uniform` where `weights` see earlier blocks or distances. A prior over
-    more experts is restricted to `experts`.
+    `name` is `updating`, `uniform`, weights such as law=2,news=1, or a domain with a prior in the model's run. The
+    prior of a domain is `cached`, or `fitted` if the rule `weights` uses earlier blocks. "" means `updating`, or
+    `uniform` if the rule uses earlier blocks or distances. A prior over more experts is restricted to `experts`.
     """
     refused = weights.rules.refused
     name = name or ("uniform" if refused or weights.rules.routed else "updating")
@@ -259,8 +258,8 @@ def open_model(
 def use_one_thread(trunks: Sequence[GPT]) -> None:
     """Let this process compute with one thread if the largest matrix of a model is small (`ONE_THREAD`).
 
-    For a single token, two threads then gain at most a millisecond in each product, and lose some 30 of them where
-    another process works on their cores, since each waits for the other.
+    For a single token, two threads then gain at most a millisecond per product, but lose about 30 ms if another process
+    uses their cores, because each thread waits for the other.
     """
     if max(parameter.numel() for trunk in trunks for parameter in trunk.parameters()) <= ONE_THREAD:
         set_threads(1)
@@ -272,7 +271,7 @@ def decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
 
 
 def speller(tokenizer: Tokenizer) -> Callable[[int | None], str]:
-    """A function from each id of a text, in order, to its text, and from None to what its last bytes are: U+FFFD."""
+    """A function that maps each id of a text, in order, to its text, and None to the incomplete last bytes (U+FFFD)."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces = tokenizer.vocabulary.pieces
     return lambda token: decoder.decode(b"", True) if token is None else decoder.decode(pieces[token])

@@ -12,7 +12,7 @@ import torch
 
 from demix.errors import DemixError
 
-# The type of activations. Weights and optimizer state are fp32, except with fp64, which serves exact comparisons.
+# The type of activations. Weights and optimizer state are fp32, except with fp64, which is for exact comparisons.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 LACKING_CURE = "set training.precision to fp16, evaluation.precision to fp32, or use other GPUs"
 
@@ -36,17 +36,17 @@ def compute_type(precision: str) -> torch.dtype:
 def set_threads(threads: int) -> None:
     """Let torch use `threads` CPU threads. The last bits of results depend on this number.
 
-    The process keeps from then on the memory that tensors leave.
+    From then on, the process keeps the memory of freed tensors.
     """
     torch.set_num_threads(threads)
     _keep_memory()
 
 
 def _keep_memory() -> None:
-    """Let glibc hand memory that was freed to the next tensor, instead of back to the system.
+    """Let glibc reuse freed memory for the next tensor, instead of returning it to the system.
 
-    The system fills each page with zeros when it is written again, in a training step of bf16 for a tenth of the
-    time.
+    The system would fill each page with zeros when it is used again, which is a tenth of the time of a bf16 training
+    step.
     """
     if platform.libc_ver()[0] == "glibc":
         allocator = ctypes.CDLL(None)
@@ -55,9 +55,9 @@ def _keep_memory() -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """The bytes that are free on `device`: a GPU's own memory, or what the machine can give without swapping.
+    """The free bytes on `device`: a GPU's own memory, or the machine's memory that is available without swapping.
 
-    What torch keeps of a GPU's memory for its next tensors is free.
+    GPU memory that torch keeps for its next tensors counts as free.
     """
     if device.type != "cuda":
         return int(psutil.virtual_memory().available)
@@ -67,12 +67,12 @@ def free_memory(device: torch.device) -> int:
 
 @contextmanager
 def within_memory(name: str, cure: str) -> Iterator[None]:
-    """Turn the lack of memory for a tensor into a DemixError of `name` with this `cure`."""
+    """Raise DemixError with the subject `name` and this `cure` if there is not enough memory for a tensor."""
     try:
         yield
     except RuntimeError as error:
         said = str(error).splitlines()[0]
-        # Torch has a class only for the lack of a GPU's memory.
+        # torch has an exception class only for GPU memory.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
             wanted = re.search(r"allocate ([\d.]+ \w+)", said)
             more = f": {wanted[1]} more" if wanted else ""
@@ -81,7 +81,7 @@ def within_memory(name: str, cure: str) -> Iterator[None]:
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device `cpu`, `cuda` or `cuda:<number>`, for None `own_device`. DemixError for one that is not here."""
+    """The device `cpu`, `cuda` or `cuda:<number>`; for None `own_device`. Raises DemixError if it is not available."""
     if name is None:
         return own_device()
     known = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

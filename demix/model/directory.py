@@ -2,7 +2,7 @@
 
 The folder is the list of the experts. Adding a domain adds a file, and removing a domain removes a file. An expert
 exists when its description (`.json`) exists: the description is written last and removed first. `model.json`, the
-manifest, is written after all of a training's files and holds their digests, by which readers know an exchanged one.
+manifest, is written after all of a training's files. It holds their digests, so that readers detect an exchanged file.
 With `expert_scope: model` in `model.json` each expert is a whole model and the experts share no tensor. Otherwise an
 expert owns only its feedforwards.
 """
@@ -34,10 +34,10 @@ from demix.model.manifest import (
     run_of,
 )
 
-# Training moves a weight by at most about the learning rate at each step, so no training reaches this.
+# A training step changes a weight by at most about the learning rate, so no training reaches this value.
 LARGEST_WEIGHT = 1e6
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Snakemake knows a model only by its manifest.
+# Snakemake tracks a model only by its manifest.
 TRAIN_AGAIN = "train the model again (`snakemake -f` with its model.json), or download the file again"
 OWN_TOKENIZER = "use the tokenizer that the model was trained with, or train the model again"
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def save_model(
     tokenizer: Path | None,
     card: str | None = None,
 ) -> None:
-    """Write a model with its tokenizer to `output`, at once. README.md holds `card`."""
+    """Write a model with its tokenizer to `output`, completely or not at all. README.md holds `card`."""
     with replacing(output.resolve(), directory=True) as temporary:
         copy_tokenizer(tokenizer, temporary, description.get("tokenizer_sha256"))
         if card is not None:
@@ -64,7 +64,7 @@ def save_model(
 
 
 def save_files(model: GPT, directory: Path, description: dict[str, Any], lineage: dict[str, Any]) -> None:
-    """Write what the experts of `model` share, each expert with the same `lineage`, then the manifest."""
+    """Write the shared tensors of `model`, each expert with the same `lineage`, then the manifest."""
     belongs = {"shared_sha256": save_shared(model, directory)}
     for expert in model.experts:
         save_expert(model, expert, directory, lineage | belongs)
@@ -72,7 +72,7 @@ def save_files(model: GPT, directory: Path, description: dict[str, Any], lineage
 
 
 def save_shared(model: GPT, directory: Path) -> str:
-    """Write `shared.safetensors` below `directory`, and give its sha256."""
+    """Write `shared.safetensors` below `directory`, and return its sha256."""
     _save(model.parted()[0], directory / SHARED)
     return sha256_file(directory / SHARED)
 
@@ -105,7 +105,7 @@ def save_manifest(model: GPT, directory: Path, experts: Iterable[str], descripti
 
 
 def describe(directory: Path, *needed: str) -> ModelManifest:
-    """The `model.json` of a model directory, which has the keys `needed`.
+    """The `model.json` of a model directory, which must have the keys `needed`.
 
     Raises DemixError if the file is missing or does not describe a model.
     """
@@ -113,10 +113,10 @@ def describe(directory: Path, *needed: str) -> ModelManifest:
 
 
 def expert_lineage(directory: Path, expert: str, *needed: str) -> ExpertManifest:
-    """The description of an expert of the model in `directory`, which has the keys `needed`.
+    """The description of an expert of the model in `directory`, which must have the keys `needed`.
 
-    Raises DemixError if the expert is missing, if it is not the one that the model's manifest has the digest of, and if
-    its shared weights or its tokenizer are not those of the model.
+    Raises DemixError if the expert is missing, if its digest is not the one in the model's manifest, and if its shared
+    weights or its tokenizer are not those of the model.
     """
     path, _ = expert_files(directory, expert)
     if not path.exists():
@@ -140,22 +140,22 @@ def unknown_expert(directory: Path, name: str) -> DemixError:
 
 
 def refuse_routed(directory: Path, use: str) -> None:
-    """Raise DemixError if the tokens of the model in `directory` choose their experts, which is not for this `use`."""
+    """Raise DemixError if the model in `directory` is token-routed, and therefore unsuitable for this `use`."""
     if describe(directory).architecture.routed:
         cause = f"is a token-routed model, which {use}"
         raise DemixError(directory, cause, "use another model")
 
 
 def refuse_masked(directory: Path, use: str) -> None:
-    """Raise DemixError if the model in `directory` is a masked language model, which is not for this `use`."""
+    """Raise DemixError if the model in `directory` is a masked language model, and so unsuitable for this `use`."""
     if describe(directory).architecture.objective == "mlm":
         raise DemixError(directory, f"is a masked language model, which {use}", "use a causal model")
 
 
 def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None, vocab_size: int | None = None) -> None:
-    """Raise DemixError unless `sha256`, the tokenizer of `subject`, is that of the model in `directory`.
+    """Raise DemixError if `sha256`, the tokenizer of `subject`, is not that of the model in `directory`.
 
-    The `vocab_size` of the tokenizer, where `subject` gives it, must be that of the model too.
+    If `subject` gives the tokenizer's `vocab_size`, it must also be that of the model.
     """
     description = describe(directory)
     check_same_tokenizer(subject, sha256, f"the model {directory}", description.tokenizer_sha256)
@@ -165,7 +165,7 @@ def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None, v
 
 
 def check_same_tokenizer(subject: Path, sha256: str | None, model: str, own: str | None) -> None:
-    """Raise DemixError unless `sha256`, the tokenizer of `subject`, is the model's `own`."""
+    """Raise DemixError if `sha256`, the tokenizer of `subject`, is not the model's `own`."""
     if sha256 != own:
         cause = f"has another tokenizer ({str(sha256)[:12]}) than {model} ({str(own)[:12]})"
         raise DemixError(subject, cause, OWN_TOKENIZER)
@@ -185,7 +185,7 @@ def expert_names(directory: Path) -> tuple[str, ...]:
 
 
 def assembled(described: ModelManifest, shared: Tensors, own: Mapping[str, Tensors]) -> GPT:
-    """The model of the experts with the tensors `own`, which have the tensors `shared`, as its manifest says.
+    """The model described by a manifest, made of the tensors `shared` and the experts' tensors `own`.
 
     An expert's own tensors have no axis of experts.
     """
@@ -204,9 +204,9 @@ def _empty(described: ModelManifest, experts: tuple[str, ...]) -> GPT:
 def load_experts(
     directory: str | Path, experts: tuple[str, ...] | None = None, device: torch.device = CPU
 ) -> list[GPT]:
-    """The trunks of the model in `directory` on `device`. Together they have `experts` (by default all), in that order.
+    """The trunks of the model in `directory` on `device`. Together they have `experts` (default: all), in that order.
 
-    The list holds one model with all experts stacked. With `expert_scope: model` in `model.json` it holds one model per
+    The list has one model with all experts stacked, or, with `expert_scope: model` in `model.json`, one model per
     expert. Raises DemixError as `load_model` does.
     """
     directory = Path(directory)
@@ -250,7 +250,7 @@ def load_expert(directory: Path, expert: str) -> Tensors:
 def wanted_tensors(directory: Path) -> tuple[Tensors, Tensors]:
     """The tensors, without values, that the experts of the model in `directory` share, and those that each owns.
 
-    Raises DemixError if model.json describes no model.
+    Raises DemixError if model.json does not describe a model.
     """
     described = describe(directory)
     try:
@@ -277,7 +277,7 @@ def copy_expert(source: Path, expert: str, directory: Path, name: str | None = N
 
 
 def check_values(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise DemixError unless the named `tensors` of the file `path` hold numbers of FLOATS up to LARGEST_WEIGHT."""
+    """Raise DemixError if `tensors` of the file `path` have types other than FLOATS or values above LARGEST_WEIGHT."""
     for name, tensor in tensors:
         if tensor.dtype not in FLOATS:
             raise DemixError(path, f"holds {name} of type {tensor.dtype}", f"use {', '.join(map(str, FLOATS))}")
@@ -291,7 +291,7 @@ def check_values(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
 def load_weights(path: Path, sha256: str, wanted: Tensors) -> Tensors:
     """The tensors of a safetensors file.
 
-    Raises DemixError unless the file has this sha256, the names and shapes of those `wanted`, and usable values.
+    Raises DemixError if the file has another sha256, other names or shapes than `wanted`, or unusable values.
     """
     tensors = load_verified(path, sha256)
     for name in sorted(tensors.keys() | wanted.keys()):
@@ -325,7 +325,7 @@ def load_verified(path: Path, sha256: str) -> Tensors:
 
 def save_tensors(tensors: Tensors, path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write contiguous copies of `tensors` to `path`. The write is not atomic: give a temporary name."""
-    # safetensors writes a new file with the mode 0600; a file of Python's own has that of the umask.
+    # safetensors writes a new file with the mode 0600; a file opened by Python has that of the umask.
     path.touch()
     mode = path.stat().st_mode
     try:
@@ -346,7 +346,7 @@ def _save(tensors: Tensors, path: Path) -> None:
 def tokenizer_of(directory: Path, given: Path | None = None) -> tuple[Path, Tokenizer]:
     """The tokenizer of the model in `directory`, and its file: `given`, or the one in the folder, or that of the run.
 
-    Raises DemixError if there is none, and for another tokenizer than the one that `model.json` records.
+    Raises DemixError if there is none, or if it is not the tokenizer that `model.json` records.
     """
     describe(directory)
     path = given or tokenizer_path(directory)
@@ -359,9 +359,9 @@ def tokenizer_of(directory: Path, given: Path | None = None) -> tuple[Path, Toke
 
 
 def copy_tokenizer(source: Path | None, directory: Path, sha256: str | None) -> None:
-    """Copy the file `source` into the model directory `directory`, which then needs no folder of a run.
+    """Copy the tokenizer `source` into the model directory `directory`, which can then be used without its run.
 
-    Raises DemixError for another tokenizer than that of `sha256`, the model's. Without such a file nothing is copied.
+    Raises DemixError if it is not the model's tokenizer (`sha256`). Without such a file nothing is copied.
     """
     if source is not None and source.is_file():
         check_same_tokenizer(source, digest(read_json(source)), "the model to be written", sha256)

@@ -1,7 +1,7 @@
 """The experts of a model directory: listing them, finding faults, adding and removing one.
 
-The experts among which the tokens of a merged model choose have no files of their own: their feedforwards and their
-rows of the routers are stacked in every layer.
+The experts of a merged token-routed model have no files of their own: their feedforwards and their router rows are
+stacked in every layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ from demix.model.gpt import GPT
 from demix.model.manifest import NO_NAME, ExpertManifest, Usual, is_expert_name, read_lineage, read_usual, run_of
 from demix.run.run import Run
 
-# `tokens` is a file next to the columns of a score table, `dense` the one expert of a dense model.
+# `tokens` is a file next to the columns of a score table, `dense` the only expert of a dense model.
 RESERVED = ("tokens", "dense")
 LOCK = ".lock"
 # Copying an expert needs seconds.
@@ -40,7 +40,7 @@ LOCK_SECONDS = 60.0
 
 
 def read_experts(directory: Path) -> dict[str, ExpertManifest | None]:
-    """The descriptions of the experts of a model directory by name; None is one that cannot be read."""
+    """The descriptions of the experts of a model directory by name; None for one that cannot be read."""
     found: dict[str, ExpertManifest | None] = {}
     for name in expert_names(directory):
         try:
@@ -51,7 +51,7 @@ def read_experts(directory: Path) -> dict[str, ExpertManifest | None]:
 
 
 def began_with(lineage: ExpertManifest) -> str | None:
-    """What an expert began with: its parent, the experts among which tokens choose, or parents by weight, if ≥ 0.01."""
+    """The origin of an expert: its parent, the experts that were merged, or parents with weights of at least 0.01."""
     if lineage.choices:
         return " or ".join(choice.expert for choice in lineage.choices)
     shares = sorted(((origin.weight, name) for name, origin in lineage.parents.items()), reverse=True)
@@ -111,7 +111,7 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
 
 
 def refuse_name(directory: Path, name: str) -> None:
-    """Raise DemixError unless a new expert of the model in `directory` can have the name."""
+    """Raise DemixError if a new expert of the model in `directory` cannot have the name."""
     if not is_expert_name(name):
         raise DemixError(f"expert {name}", *NO_NAME)
     if name in RESERVED:
@@ -140,14 +140,14 @@ def remove_expert(directory: Path, name: str) -> None:
 
 
 def refuse_merged(directory: Path) -> None:
-    """Raise DemixError if tokens of the model in `directory` choose among experts that have no files of their own."""
+    """Raise DemixError if the model in `directory` has merged experts, which have no files of their own."""
     if describe(directory).architecture.routed and not whole_models(directory):
         cure = "change the experts of the model before merging, and merge it again"
         raise DemixError(directory, "has merged experts, which it stores together in every layer", cure)
 
 
 def _forget(directory: Path, name: str) -> None:
-    """Remove what is no longer true of a model whose expert `name` changes: its card, and the expert's figures."""
+    """Remove files that are outdated if the expert `name` of a model changes: its card, and the expert's results."""
     (directory / "README.md").unlink(missing_ok=True)
     figures = usual_of(directory)
     if figures.pop(name, None):
@@ -155,11 +155,11 @@ def _forget(directory: Path, name: str) -> None:
 
 
 def usual_of(directory: Path) -> dict[str, Usual]:
-    """How well each expert of a model predicts the test split of its own domain: the scale for any other text.
+    """How well each expert of a model predicts the test split of its own domain: the reference for any other text.
 
-    A finished run has these figures in `results.parquet`. `demix card` writes them to `usual.json` in the model's
-    folder, which keeps them where the folder is copied. An expert without figures is left out. Raises DemixError if a
-    file with figures is damaged.
+    A finished run has these results in `results.parquet`. `demix card` writes them to `usual.json` in the model's
+    folder, so that a copied folder keeps them. Experts without results are left out. Raises DemixError if a file with
+    results is damaged.
     """
     path, run, place = directory / "usual.json", run_of(directory), directory.resolve()
     found = read_usual(path) if path.exists() else {}
@@ -176,7 +176,7 @@ def usual_of(directory: Path) -> dict[str, Usual]:
 
 
 def write_usual(directory: Path, figures: Mapping[str, Usual]) -> None:
-    """Write the figures of experts to `usual.json` of the model in `directory`; without figures there is no file."""
+    """Write the results of experts to `usual.json` of the model in `directory`; without results there is no file."""
     if figures:
         content = {"experts": {name: one.as_dict() for name, one in figures.items()}}
         write_json(directory / "usual.json", content)
@@ -198,12 +198,12 @@ def _raised(check: Callable[[], object]) -> DemixError | None:
 
 
 def load_without(directory: Path, name: str) -> GPT:
-    """The merged model in `directory` whose layers lack the expert `name`; its files stay as they are.
+    """The merged model in `directory` without the expert `name` in its layers; its files do not change.
 
-    The expert's rows leave the routers, and the softmax is over the rows that are left: no router is trained again.
-    What shared weights have learned from the expert's domain stays, as do averages of branches. Raises
-    DemixError for a model that does not say whose experts its tokens choose among, if it has no such expert, and if
-    fewer than two experts would be left, or fewer than a token chooses.
+    The expert's rows are removed from the routers, and the softmax is over the remaining rows; routers are not trained
+    again. Shared weights, and averages of branches, still contain what was learned from the expert's domain. Raises
+    DemixError if the model does not record its merged experts, if it has no such expert, and if fewer than two experts,
+    or fewer than a token uses, would be left.
     """
     described = describe(directory)
     routed = described.architecture.routed

@@ -1,7 +1,7 @@
-"""What a checkpoint format of other software is: a table of the keys of config.json, and one of the tensors on disk.
+"""A checkpoint format of other software: a table of the keys of config.json, and a table of the tensors on disk.
 
-Both tables go two ways: import reads them from right to left, export from left to right. `demix.model.formats` holds
-one module per family.
+Both tables are used in two directions: import reads them from right to left, export from left to right.
+`demix.model.formats` has one module per architecture.
 """
 
 import re
@@ -20,7 +20,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.settings import Number, Positive, Settings, names_of, settings_from
 
-# Keys of config.json that change nothing of what a model computes from given tokens in evaluation.
+# Keys of config.json that do not change what a model computes from given tokens in evaluation.
 HARMLESS = re.compile(
     r".*(dropout|_pdrop|layerdrop)|.*_token_id|summary_.*"
     "|_attn_implementation_autoset|_commit_hash|_name_or_path|architectures|attn_implementation|dtype|model_type|n_ctx"
@@ -28,18 +28,18 @@ HARMLESS = re.compile(
     "|is_llama_config|label2id|output_attentions|output_hidden_states|prefix|pretraining_tp|problem_type"
     "|reorder_and_upcast_attn|return_dict|task_specific_params|tf_legacy_loss|tokenizer_class|torch_dtype|torchscript"
     "|transformers.js_config|transformers_version|use_bfloat16|use_cache"
-    # How texts are drawn: version 4 of transformers wrote it next to the model.
+    # Settings of generation, which version 4 of transformers wrote next to the model.
     "|bad_words_ids|begin_suppress_tokens|diversity_penalty|do_sample|early_stopping|encoder_no_repeat_ngram_size"
     "|exponential_decay_length_penalty|length_penalty|max_length|min_length|no_repeat_ngram_size|num_beam_groups"
     "|num_beams|num_return_sequences|output_scores|remove_invalid_values|repetition_penalty|return_dict_in_generate"
     "|suppress_tokens|temperature|top_k|top_p|typical_p"
 )
-# Keys of every config of transformers, with the value that changes nothing, which they must have.
+# Keys of every config of transformers, with the value that has no effect; they must have this value.
 NEUTRAL: dict[str, Any] = {
     "add_cross_attention": False, "cross_attention_hidden_size": None, "is_encoder_decoder": False, "pruned_heads": {},
     "quantization_config": None, "tie_encoder_decoder": False,
 }  # fmt: skip
-# Names of activations elsewhere: ours, and those of the same function.
+# Our names of activations, and other software's names of the same function.
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_new": "gelu_new", "gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "relu": "relu",
     "relu2": "relu2", "silu": "silu", "swish": "silu",
@@ -47,19 +47,19 @@ ACTIVATIONS = {
 T = TypeVar("T", bound=Settings)
 TIED = {True: "tied", False: "untied"}
 Vocabulary = Annotated[Positive, Field(le=1 << 24)]
-# In `Format.fixed`: every value of the option.
+# In `Format.fixed`: any value of the option is allowed.
 ANY = object()
 OPTIONS = [*USUAL]
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json that is the option `ours`: one of `Architecture` (`routed.…`: of `Routed`), or of `Others`.
+    """A key of config.json for the option `ours`: one of `Architecture` (`routed.…`: of `Routed`), or of `Others`.
 
-    Import uses `default` where the key is absent, and nothing where the value is null. Sizes have none: every config of
-    transformers names them, and another size fits no tensor. `values` has ours by theirs
-    where the two differ. Export writes the key `always`, or if the option is not what it is by the sizes (`unusual`),
-    or `never`. A key that is not `read` is only written. Several keys may be one option; they must then agree.
+    Import uses `default` if the key is absent, and ignores a null. Sizes have no default: every config of transformers
+    has them, and tensors fit no other size. `values` maps their values to ours, if they differ. Export writes the key
+    `always`, only if the option does not follow from the sizes (`unusual`), or `never`. A key that is not `read` is
+    only written. If several keys stand for one option, they must agree.
     """
 
     ours: str
@@ -69,7 +69,7 @@ class Key:
     read: bool = True
 
     def ours_of(self, value: Any) -> Any:
-        """Our value of theirs. Raises ValueError where there is none."""
+        """Our value for theirs. Raises ValueError if there is none."""
         if self.values is None or value is None:
             return value
         found = [ours for theirs, ours in self.values.items() if theirs == value and type(theirs) is type(value)]
@@ -78,12 +78,12 @@ class Key:
         return found[0]
 
     def theirs_of(self, value: Any) -> Any:
-        """Their value of ours."""
+        """Their value for ours."""
         return value if self.values is None else next(theirs for theirs, ours in self.values.items() if ours == value)
 
 
 class Rope(Settings):
-    """How a config.json scales rope: `rope_scaling` as version 4 of transformers wrote it, `rope_parameters` of 5."""
+    """Rope scaling in a config.json: `rope_scaling` of transformers 4, or `rope_parameters` of transformers 5."""
 
     rope_type: Literal["default", "linear", "llama3"] | None = None
     type: Literal["default", "linear", "llama3"] | None = None
@@ -108,9 +108,9 @@ class Rope(Settings):
 
 
 class Others(Settings):
-    """What config.json says in addition to the architecture, and the largest number of positions.
+    """Values of config.json other than the architecture, and the maximum number of positions.
 
-    Attention sees `window` positions, where they are not all.
+    `window` is the number of positions that attention spans, if not all.
     """
 
     vocab_size: Vocabulary
@@ -121,7 +121,7 @@ class Others(Settings):
 
     @property
     def rope(self) -> Rope:
-        """The first that says something, as in transformers."""
+        """The first of the two that has a value, as in transformers."""
         given = [one for one in (self.rope_scaling, self.rope_parameters) if one is not None and one != Rope()]
         return given[0] if given else Rope()
 
@@ -138,7 +138,7 @@ def rope_keys(architecture: Architecture, theta: str, **more: float) -> dict[str
             scaling |= {"low_freq_factor": given.low, "high_freq_factor": given.high}
             scaling["original_max_position_embeddings"] = given.context
     parameters = {"rope_type": "default", **scaling, "rope_theta": architecture.rope_theta, **more}
-    # Software that knows only the older keys would use a theta of 10,000, and no scaling, where they are absent.
+    # Without them, software that knows only the older keys would use a theta of 10,000 and no scaling.
     return {"rope_parameters": parameters, theta: architecture.rope_theta, "rope_scaling": scaling or None}
 
 
@@ -155,8 +155,8 @@ def _same(tensor: Tensor, architecture: Architecture) -> Tensor:
 class Row:
     """One of our tensors without its axis of experts, and the tensors on disk that it joins along the first axis.
 
-    `change` makes ours of what is joined, and `back` is its inverse. Tensors with `{expert}` in their names belong to
-    one of the experts of a routed layer, which ours stacks.
+    `change` converts the joined tensors to ours, and `back` is its inverse. Tensors with `{expert}` in their names
+    belong to one expert of a token-routed layer; our tensor stacks them.
     """
 
     ours: str
@@ -213,19 +213,19 @@ def _of_module(ours: str, theirs: str | tuple[str, ...]) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """The checkpoints of one family of decoders, `name` in the key `model_type` and `title` in texts.
+    """The checkpoint format of one architecture, called `name` in the key `model_type` and `title` in texts.
 
-    `model_class` is its class in transformers. `keys` are the keys of config.json that are options of ours. `fixed`
-    are our options that have one value in the family; all that neither names are as usual. Keys in `must` have this
-    value (of a list, no item is another); keys in `ignored` change nothing. Exports have the keys `writes`, too.
+    `model_class` is its class in transformers. `keys` are the keys of config.json for our options. `fixed` are our
+    options that have only one value in the format; options in neither table have the default. Keys in `must` must have
+    the given value (in a list, all items); keys in `ignored` have no effect. Exports also write the keys `writes`.
 
-    `outside` and `block` are the modules outside and inside of the blocks, ours by theirs; the names of the latter
-    begin with `blocks`. A module in a tuple is one of several that ours joins along the first axis (gate and up
-    projection: `feedforward.up`). `changes` has for one of our modules what makes its tensors of those on disk, and
-    the inverse. Names of tensors may lack `prefix` on disk; tensors with an ending in `buffers` are not parameters.
+    `outside` and `block` map their modules outside and inside the layers to ours; names of the latter begin with
+    `blocks`. The modules in a tuple are joined along the first axis (gate and up projection: `feedforward.up`).
+    `changes` has, for some of our modules, the function that converts the tensors on disk to ours, and its inverse.
+    Names of tensors on disk may lack `prefix`; tensors with an ending in `buffers` are not parameters.
 
-    With `heads_divide_width`, the heads divide the width even where they have a width of their own. A family that is
-    `export_only` can be exported and not imported. Ids of tokens are higher by `shift` than ours.
+    With `heads_divide_width`, the number of heads must divide the width even if heads have their own width. A format
+    that is `export_only` cannot be imported. Token ids are higher than ours by `shift`.
     """
 
     name: str
@@ -248,18 +248,18 @@ class Format:
 
     @property
     def routed(self) -> bool:
-        """Whether the tokens of its models choose their experts."""
+        """Whether its models are token-routed."""
         return any(key.ours.startswith("routed.") for key in self.keys.values())
 
     @property
     def known(self) -> set[str]:
-        """The keys of config.json that are read, or known to change nothing."""
+        """The keys of config.json that are read, or known to have no effect."""
         return {*(name for name, key in self.keys.items() if key.read), *NEUTRAL, *self.must, *self.ignored}
 
     def read(self, config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], Others]:
-        """The fields of `Architecture` but `context` by the keys of the config.json at `path`, and the other keys.
+        """The fields of `Architecture` except `context`, from the config.json at `path`, and the other keys.
 
-        Raises DemixError that names the key with a value that the family or demix does not have.
+        Raises DemixError that names a key with a value which the format or demix does not support.
         """
         for name, value in (NEUTRAL | self.must).items():
             found = config.get(name, value)
@@ -280,12 +280,12 @@ class Format:
             options |= others.rope.options(options.pop("rope_theta", None), others.context)
         if self.routed:
             own = {name: options.pop(f"routed.{name}") for name in names_of(Routed) if f"routed.{name}" in options}
-            # An expert has room for all tokens.
+            # With this capacity an expert can process all tokens.
             options["routed"] = {"every": 1, "capacity": own.get("experts")} | own
         return options, others
 
     def _given(self, config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-        """The options of ours by the keys in a config.json, and by the defaults of those that it lacks."""
+        """Our options from the keys in a config.json, and from the defaults of missing keys."""
         options: dict[str, Any] = {}
         given = {name: key for name, key in self.keys.items() if key.read and name in config}
         for name, key in given.items():
@@ -297,13 +297,13 @@ class Format:
                 cause = f"is {value!r:.80}, but {self.theirs(key.ours)} is {options[key.ours]!r:.80}"
                 raise DemixError(f"{path}: {name}", cause, "import a model in which both are equal")
         for name, key in self.keys.items():
-            # Null in place of a default says that the option follows from the sizes.
+            # A default of null means that the option follows from the sizes.
             if name not in given and key.default is not None:
                 options.setdefault(key.ours, key.ours_of(key.default))
         return options
 
     def checked(self, kind: type[T], values: Mapping[str, Any], path: Path) -> T:
-        """An object of settings of what the config.json at `path` says. An error names a key of the file."""
+        """A settings object from values of the config.json at `path`. An error names a key of the file."""
         try:
             return settings_from(kind, values, f"{path}: ")
         except DemixError as error:
@@ -311,11 +311,11 @@ class Format:
             raise DemixError(f"{path}: {self.theirs(option)}", error.cause, error.cure) from None
 
     def theirs(self, ours: str) -> str:
-        """The key of config.json that is an option of ours; the option where there is none."""
+        """The key of config.json for one of our options; the option itself if there is no key."""
         return next((name for name, key in self.keys.items() if key.ours == ours and key.read), ours)
 
     def lacking(self, architecture: Architecture) -> list[str]:
-        """The options of `architecture` whose value the family cannot have."""
+        """The options of `architecture` whose value the format does not support."""
         held = {key.ours: key for key in self.keys.values()}
         held |= dict.fromkeys(("rope_theta", "rope_scaling"), Key("")) if self.fixed.get("position") == "rope" else {}
         lacking = ["heads"] if self.heads_divide_width and architecture.width % architecture.heads else []
@@ -356,7 +356,7 @@ class Format:
         }
 
     def tensors(self, architecture: Architecture, names: Iterable[str]) -> Iterator[Row]:
-        """The tensors of a model that has those of these `names`, with the numbers of its blocks."""
+        """The tensors of a model with tensors of these `names`, with the numbers of its layers."""
         own = set(names)
         places = [(self.outside, "", "")]
         places += [(self.block, f"blocks.{n}.", self.blocks.format(n)) for n in range(architecture.layers)]
@@ -368,19 +368,19 @@ class Format:
                         yield Row(ours + name, tuple(theirs + one for one in on_disk), *changes)
 
     def theirs_of(self, architecture: Architecture, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors on disk of a model's, whose feedforwards have no axis of the model's one expert."""
+        """The tensors on disk for a model's, whose feedforwards have no axis of experts."""
         made: dict[str, Tensor] = {}
         for row in self.tensors(architecture, ours):
             made |= row.theirs_of(ours[row.ours], architecture)
         return made
 
 
-# Options that are null where they follow from the sizes, with what they then are.
+# Options that are null if they follow from the sizes, with the functions for their values.
 BY_SIZES = {"inner": "inner_width", "key_heads": "key_value_heads", "head_width": "unit"}
 
 
 def follows(option: str, architecture: Architecture) -> bool:
-    """Whether an option is what it is by the sizes where nothing is given."""
+    """Whether an option has the value that follows from the sizes if it is not given."""
     follows = {
         "inner": architecture.inner_width == 4 * architecture.width,
         "key_heads": architecture.key_value_heads == architecture.heads,
@@ -390,7 +390,7 @@ def follows(option: str, architecture: Architecture) -> bool:
 
 
 def _is_as_it_must(value: Any, wanted: Any) -> bool:
-    """Whether the value of a key is the one that is wanted; of a list, whether no item is another."""
+    """Whether the value of a key is the wanted one; for a list, whether all items are."""
     if isinstance(wanted, list):
         return value is None or (isinstance(value, list) and all(one in wanted for one in value))
     return bool(value == wanted and isinstance(value, bool) == isinstance(wanted, bool))

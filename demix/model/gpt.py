@@ -1,6 +1,6 @@
 """The language model: a decoder whose feedforwards are stacks of experts. A dense model has one expert.
 
-A model whose tokens choose their experts has one expert, too, whose feedforwards hold all that tokens choose from.
+A token-routed model also has one such expert, whose feedforwards contain all experts that tokens can choose.
 """
 
 import math
@@ -19,13 +19,13 @@ from demix.model.moe import RouterLoss
 from demix.model.positions import bias_of, cos_sin, sines
 from demix.model.transformer import Dropout, KeyValues, norm_of
 
-# The input in place of a token that a masked model is to fill in. It has no entry in the vocabulary.
+# The input that replaces a token which a masked model must predict. It is not in the vocabulary.
 MASKED = -1
-# Of initial weights.
+# The standard deviation of initial weights.
 STD = 0.02
-# The hash of a pair: odd numbers, so that pairs with the same second token fall into rows that differ.
+# Constants of the hash of a pair. They are odd, so that pairs with the same second token get different rows.
 OF_TOKEN, OF_PREVIOUS = 1_000_003, 7_919
-# The scale of the states in each block before training.
+# The initial scale of bigram embeddings in each layer.
 BIGRAM_SCALE = 0.1
 
 
@@ -35,7 +35,7 @@ def is_stacked(name: str) -> bool:
 
 
 class GPT(LanguageModel):
-    """A decoder with one feedforward per expert in each layer; `demix.config.architecture.Options` says what else.
+    """A decoder with one feedforward per expert in each layer, and the options of `demix.config.architecture.Options`.
 
     `experts` names the stacked experts in order. `domain_tokens` names the domains that can be the first input position
     (the domain-token baseline; paper, section 4.2). A domain token is an input and never a target. `expert_scope` says
@@ -70,7 +70,7 @@ class GPT(LanguageModel):
         self.value_embedding = nn.Parameter(torch.empty(values)) if architecture.value_embeddings else None
 
     def initialise(self, seed: int) -> "GPT":
-        """Draw weights from N(0, 0.02²); biases and tables are 0, and experts start equal but for routed ones.
+        """Draw weights from N(0, 0.02²); biases and tables are 0. Experts start equal, except routed ones.
 
         The outputs of residual branches are divided by sqrt(2 * layers). The seed of each tensor depends on its name,
         so that a tensor of the same name and shape starts with the same values in every model.
@@ -103,15 +103,15 @@ class GPT(LanguageModel):
     ) -> Tensor:
         """Final hidden states [E, B, T, D] of `inputs` [E, B, T], or of [1, B, T] that every expert reads.
 
-        A masked model reads zeros or `mask_embedding` in place of the embedding of MASKED. Each of its states predicts
-        the token at its own place, and each state of a causal model predicts the next token.
+        A masked model reads zeros or `mask_embedding` instead of the embedding of MASKED. Each of its states predicts
+        the token at its own position; each state of a causal model predicts the next token.
 
         `domains` [E, B] are the domain tokens before the sequences. Only domain-token models have them, and no state is
-        returned for their position. `dtype` is the type to compute in (by default the type of the parameters). `past`
-        holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it, and
-        no domain token precedes them then. It needs gradients to be off. A training pass gives the list
-        `auxiliary`, to which layers that train a router append their losses, and in which experts that tokens choose
-        have a capacity; and it may give a `dropout`.
+        returned for their position. `dtype` is the type of the computation (default: the type of the parameters).
+        `past` has one entry per layer, from `no_past`: `inputs` follow its positions and are added to it, without a
+        domain token before them. It requires gradients to be off. A training pass gives the list `auxiliary`, to which
+        layers with a trained router append their losses; routed experts then have a capacity. It may also give a
+        `dropout`.
         """
         start = past[0].seen if past else 0
         led = bool(self.domain_tokens) and not start
@@ -127,7 +127,7 @@ class GPT(LanguageModel):
     def _read_tables(
         self, inputs: Tensor, past: list[KeyValues] | None, led: bool, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, Tensor] | None, Sequence[Tensor] | None]:
-        """The states of bigrams with their factors, and the value embeddings of each layer; a domain token has none."""
+        """The bigram embeddings with their factors, and the value embeddings of each layer; a domain token has none."""
         added: tuple[Tensor, Tensor] | None = None
         values: Sequence[Tensor] | None = None
         if self.bigrams is not None:
@@ -142,7 +142,7 @@ class GPT(LanguageModel):
         return added, values
 
     def _embedded(self, inputs: Tensor, domains: Tensor | None, start: int, led: bool) -> Tensor:
-        """What the first block reads: `inputs` [E, B, T] at positions from `start`, after a domain token if `led`."""
+        """The input of the first layer: `inputs` [E, B, T] at positions from `start`, after a domain token if `led`."""
         x = self.token_embedding[inputs]
         if self.masked:
             # A number below 0 counts from the end of the vocabulary.
@@ -164,7 +164,7 @@ class GPT(LanguageModel):
     def _check_inputs(self, inputs: Tensor, positions: int, past: list[KeyValues] | None) -> None:
         """Raise DemixError for `inputs` that are not ids, and for more `positions` than the table or `past` has.
 
-        Ids of training come from shards, and a GPU would have to be waited for to look at them.
+        Ids in training come from shards and are not checked, because that would have to wait for the GPU.
         """
         if past and self.masked:
             raise DemixError("a model with bidirectional attention", "cannot continue a text", "use a causal model")
@@ -179,7 +179,7 @@ class GPT(LanguageModel):
                 raise DemixError("inputs", cause, "give ids of the model's own tokenizer")
 
     def no_past(self, positions: int | None = None) -> list[KeyValues]:
-        """An empty key-value cache for each layer, with room for so many inputs, by default for a whole context."""
+        """An empty key-value cache for each layer, with room for `positions` inputs (default: a whole context)."""
         room = (positions or self.architecture.context) + bool(self.domain_tokens)
         return [KeyValues(room) for _ in self.blocks]
 
@@ -222,10 +222,10 @@ class GPT(LanguageModel):
 
 
 class Bigrams(nn.Module):
-    """A memory of pairs of tokens: a table of states, of which a hash of the last two tokens chooses one.
+    """Bigram embeddings: a hash of the last two tokens chooses a row of a table.
 
-    The states are added to the residual stream before each block, times the `scale` [layers] of the block. All experts
-    read the same `table` [R, D], or each one its own of `expert_table` [E, R, D], with R = 5·V rows.
+    The row is added to the residual stream before each layer, times the layer's `scale` [layers]. All experts read the
+    same `table` [R, D], or each its own in `expert_table` [E, R, D], with R = 5·V rows.
     """
 
     def __init__(self, architecture: Architecture, vocab_size: int, experts: int):
@@ -239,7 +239,7 @@ class Bigrams(nn.Module):
     def forward(self, inputs: Tensor, before: Tensor | None = None) -> Tensor:
         """The states [E or 1, B, T, D] of `inputs` [E or 1, B, T], which follow the tokens `before` [E or 1, B].
 
-        Without `before` the inputs begin a block, whose first token follows token 0.
+        Without `before` the inputs begin a block; its first token is treated as if it followed token 0.
         """
         first = torch.zeros_like(inputs[..., :1]) if before is None else before[..., None]
         rows = hashed(inputs, torch.cat([first, inputs[..., :-1]], -1), self.rows)

@@ -1,7 +1,7 @@
-"""What scores the vocabulary: the heads, and the log-probabilities of targets.
+"""The output layer: heads, and the log-probabilities of targets.
 
-Axes: N tokens, D width, V vocabulary. A head gives states [N, D] and a weight [V, D] whose products are the logits, of
-which never more than a chunk of [N, V] exists.
+Axes: N tokens, D width, V vocabulary. A head returns states [N, D] and a weight [V, D], whose products are the logits.
+Only a chunk of the logits [N, V] is in memory at a time.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from torch.autograd.function import once_differentiable
 from demix.config.architecture import Architecture
 from demix.model.transformer import Linear, Transformer, norm_of
 
-# How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
+# The number of rows of logits in memory at once. Few rows are fastest on a CPU; a GPU needs more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
-# A GPU multiplies matrices fast whose sides are multiples of so many numbers. GPT-2's vocabulary, 50,257, is not.
+# GPU matmuls are fast if dimensions are multiples of this number. GPT-2's vocabulary size, 50,257, is not.
 ALIGNED = 64
-# Of how many logits in these rows a CPU computes the softmax at once: as many as fit into its cache.
+# The number of logits for which a CPU computes the softmax at once: as many as fit into its cache.
 NORMALISED_AT_ONCE = 1 << 20
 
 
 class LanguageModel(Transformer):
     """A transformer with an embedding of tokens and a head.
 
-    What scores the vocabulary is by the option `head` the token embedding (`tied`), an embedding of its own (`untied`),
-    the token embedding with rows of length 1, times a learned scale (`clap`: the fairseq fork of EIFY), or a linear
-    map, GELU and a norm, then the token embedding and a bias (`roberta`: Liu et al. 2019, RobertaLMHead).
+    By the option `head`, the output layer is the token embedding (`tied`), an embedding of its own (`untied`), the
+    token embedding with rows of norm 1, times a learned scale (`clap`: the fairseq fork of EIFY), or a linear map, GELU
+    and a norm, then the token embedding and a bias (`roberta`: Liu et al. 2019, RobertaLMHead).
     """
 
     def __init__(self, architecture: Architecture, vocab_size: int, experts: int):
@@ -52,7 +52,7 @@ class LanguageModel(Transformer):
     def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """log p(target) in nats, at least fp32, for `hidden` [E, B, T, D] and `targets` [E or 1, B, T]: [E, B, T].
 
-        At most `ROWS_AT_ONCE` rows of the [tokens x vocabulary] logits exist at a time, in forward and in backward.
+        At most `ROWS_AT_ONCE` rows of the [tokens x vocabulary] logits are in memory at a time, forward and backward.
         """
         E, B, T, D = hidden.shape
         states, weight = self._scoring(hidden.reshape(-1, D))
@@ -71,7 +71,7 @@ class LanguageModel(Transformer):
             return (hidden * self.logit_scale).to(hidden.dtype), F.normalize(embedding, dim=-1)
         if head == "roberta":
             states = self.head_norm(F.gelu(self.head_map(hidden)))
-            # A further unit, which is always 1, gives each logit its bias.
+            # An additional unit, which is always 1, adds the bias to each logit.
             with_one = torch.cat([states, states.new_ones(*states.shape[:-1], 1)], dim=-1)
             return with_one, torch.cat([embedding, self.output_bias[:, None]], dim=1)
         return hidden, embedding
@@ -80,9 +80,9 @@ class LanguageModel(Transformer):
 class _LogProbabilities(torch.autograd.Function):
     """log softmax(states @ weight.T)[target] for rows [N, D], weight [V, D] and targets [N]: [N].
 
-    Forward computes the gradient of the sum of -log p while it holds the logits, and backward scales this gradient,
-    once: in a loss all rows have the same factor. Scoring calls `_log_probabilities` directly, because
-    `needs_input_grad` says nothing about whether gradients are off.
+    The forward pass computes the gradient of the sum of -log p while it has the logits. The backward pass only scales
+    this gradient, because in a loss all rows have the same factor. Scoring calls `_log_probabilities` directly, because
+    `needs_input_grad` does not tell whether gradients are off.
     """
 
     @staticmethod
@@ -121,7 +121,7 @@ def _log_probabilities(
     if not on_cpu:
         cast = F.pad(cast, (0, 0, 0, -len(cast) % ALIGNED))
         if not any(needed):
-            # The softmax has a buffer of its own, in fp32 like the logits here: half the rows need no more memory.
+            # The softmax has its own buffer, in fp32 like the logits here, so half the rows need the same memory.
             rows //= 2
     # All chunks share these buffers, because allocating a buffer costs as much as filling it.
     product = states.new_empty((min(rows, len(states)), len(cast)), dtype=exact if wide else states.dtype)

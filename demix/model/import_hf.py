@@ -1,4 +1,4 @@
-"""Importing a checkpoint of Hugging Face as a dense model, the inverse of `demix.model.export`."""
+"""Importing a Hugging Face checkpoint as a model of demix: the inverse of `demix.model.export`."""
 
 import codecs
 import importlib.util
@@ -35,18 +35,19 @@ from demix.model.gpt import GPT
 from demix.model.manifest import MAX_BYTES
 from demix.settings import OpenSettings, Text, settings_from
 
-# Without learned positions a model reads blocks of any length, and a cache of all positions would not fit into memory.
+# Without learned positions a model can read blocks of any length, and a cache of all positions would not fit into
+# memory.
 USUAL_CONTEXT = 2048
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-# Of the largest logit. In fp32 the families differ by less than 1e-6 for three layers, and rounding grows with depth;
-# another epsilon, theta or name of a tensor moves logits by 1e-2 and more.
+# The allowed difference, relative to the largest logit. In fp32 the architectures differ by less than 1e-6 for three
+# layers, and rounding grows with depth; a wrong epsilon, theta or tensor changes logits by 1e-2 and more.
 MAX_DIFFERENCE = 1e-3
 TEXT = """It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of
 a wife. However little known the feelings or views of such a man may be on his first entering a neighbourhood, this
 truth is so well fixed in the minds of the surrounding families, that he is considered as the rightful property of some
 one or other of their daughters."""
-# What an export gives back as it came: the files next to the weights that say how the model is used.
+# Files that an export copies unchanged: those next to the weights that describe the use of the model.
 KEPT = (
     "added_tokens.json", "chat_template.jinja", "config.json", "generation_config.json", "merges.txt",
     "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
@@ -55,7 +56,7 @@ KEPT = (
 KEPT_IN = "imported"
 _MAX_KEPT_BYTES = 64 << 20
 FileName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors$")]
-# Where a tensor lies: the file, and the open file.
+# The location of a tensor: the path, and the open file.
 Places = Mapping[str, tuple[Path, Any]]
 
 
@@ -81,14 +82,14 @@ def import_hf(
     verify: bool = False,
     origin: Mapping[str, str] = MappingProxyType({}),
 ) -> Verified | None:
-    """Write the checkpoint in `folder` (config.json, safetensors files) as a dense model with its tokenizer.
+    """Write the checkpoint in `folder` (config.json, safetensors files) as a model of demix with its tokenizer.
 
-    The families are those of `demix.model.formats`, whose classes in transformers give the same logits. `context` is
-    the length of blocks. A table of learned positions is cut to it; without learned positions it is by default the
-    smaller of USUAL_CONTEXT and that of the checkpoint. With `verify` the logits of transformers are compared on a
-    text, and how they differ is returned. `imported_tokenizer` says which tokenizers come in. model.json keeps the
-    `origin` of the files. Nothing is unpickled or fetched. Raises DemixError, and leaves no `output`, if a file is
-    missing or damaged, if the model computes something that demix does not, and if the logits differ.
+    Supported architectures are those of `demix.model.formats`; their classes in transformers yield the same logits.
+    `context` is the context length. A table of learned positions is cut to it; without learned positions the default is
+    the smaller of USUAL_CONTEXT and the checkpoint's. With `verify` the logits are compared with those of transformers
+    on a text, and the difference is returned. `imported_tokenizer` describes the supported tokenizers. model.json
+    records the `origin` of the files. Nothing is unpickled or downloaded. If a file is missing or damaged, the model
+    has an unsupported feature, or the logits differ, raises DemixError without writing `output`.
     """
     _check_output(output, verify)
     for path in (*(folder / name for name in (*KEPT, INDEX)), *folder.glob("*.safetensors")):
@@ -115,11 +116,11 @@ def import_hf(
 
 
 def import_hub(address: str, output: Path, context: int | None = None, verify: bool = False) -> Verified | None:
-    """Write the model `hub:owner/name@commit` to `output`, as `import_hf` does that of a folder.
+    """Write the model `hub:owner/name@commit` to `output`, like `import_hf` for a folder.
 
-    Only config.json, the tokenizer's files and safetensors are fetched. They wait in a folder next to `output`, from
-    which a later call goes on, until the model is written. Raises DemixError for what names no commit, for files that
-    are absent, damaged or out of reach, and as `import_hf` does.
+    Only config.json, the tokenizer's files and safetensors are downloaded. Until the model is written, they are in a
+    folder next to `output`, so that a later call can resume. Raises DemixError if `address` has no commit, if files are
+    absent, damaged or unreachable, and as `import_hf` does.
     """
     _check_output(output, verify)
     repository, commit = pinned_model(address)
@@ -127,7 +128,7 @@ def import_hub(address: str, output: Path, context: int | None = None, verify: b
     folder = place.with_name(f".{place.name}.{commit[:12]}")
     with exclusive(folder / ".lock", "fetches this checkpoint"):
         fetch_files(files, ["config.json"], folder)
-        # What cannot come in is refused before its weights are fetched.
+        # An unsupported model is an error before its weights are downloaded.
         read_config(folder / "config.json")
         fetch_files(files, [name for name in KEPT if name in files], folder)
         weights = {WEIGHTS}
@@ -145,7 +146,7 @@ def import_hub(address: str, output: Path, context: int | None = None, verify: b
 
 
 def read_config(path: Path) -> tuple[Format, dict[str, Any], Others]:
-    """The format that a config.json names, and what the file says (`Format.read`). Each of its keys must be known."""
+    """The format that a config.json names, and its content (`Format.read`). All its keys must be known."""
     content = read_unsealed(path, MAX_BYTES)
     name = content.get("model_type", "missing")
     form = FORMATS.get(name) if isinstance(name, str) else None
@@ -162,7 +163,7 @@ def read_config(path: Path) -> tuple[Format, dict[str, Any], Others]:
 def architecture_of(
     config: Path, form: Format, options: Mapping[str, Any], others: Others, context: int | None
 ) -> Architecture:
-    """The architecture of these options in blocks of `context`."""
+    """The architecture with these options and this `context` length."""
     positions, learned = others.context, "position" not in options
     if context is None:
         context = positions if learned else min(positions, USUAL_CONTEXT)
@@ -199,7 +200,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 @contextmanager
 def _opened(weights: Sequence[Path]) -> Iterator[Places]:
-    """Where each tensor of a checkpoint lies, while the files are open. A name may be in only one of them."""
+    """The location of each tensor of a checkpoint, while the files are open. A name may occur in only one file."""
     places: dict[str, tuple[Path, Any]] = {}
     with ExitStack() as stack:
         for path in weights:
@@ -220,9 +221,9 @@ def _opened(weights: Sequence[Path]) -> Iterator[Places]:
 def _model(
     config: Path, places: Places, form: Format, architecture: Architecture, vocab_size: int, positions: int
 ) -> GPT:
-    """The model whose tensors lie in `places`, which must have them and no others; those of one row are read at a time.
+    """The model whose tensors are at `places`, which must have exactly these; tensors of one row are read at a time.
 
-    What `Format` would write of a model without values says which names and shapes the tensors on disk must have.
+    The required names and shapes are those that `Format` would write for such a model.
     """
     with torch.device("meta"):
         model = GPT(architecture, vocab_size, (DENSE_EXPERT,))
@@ -270,7 +271,7 @@ def _refuse_others(names: set[str], places: Places, form: Format, tensors: Mappi
         path, file = places[name]
         if name != head:
             raise DemixError(path, f"holds {name}, which {form.title} lacks", "import another checkpoint")
-        # A head that is tied may lie in the file once more.
+        # The file may contain a tied head again.
         if not torch.equal(file.get_tensor(name).float(), tensors["token_embedding"]):
             cause = f"holds {name}, which {form.title} with tied embeddings lacks"
             raise DemixError(path, cause, "import another checkpoint, or set tie_word_embeddings to false")

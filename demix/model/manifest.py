@@ -1,7 +1,7 @@
 """The manifests of a model directory, with types and bounds: `model.json`, and `experts/<name>.json` of each expert.
 
-A model directory may come from anybody. Names end in paths, tables and cards, and sizes in allocations, so each value
-has a form and a bound. A description may hold more keys than those declared here.
+A model directory may come from anybody. Names are used in paths, tables and cards, and sizes in allocations, so each
+value has a form and a bound. A description may have further keys that are not declared here.
 """
 
 import os
@@ -54,10 +54,10 @@ class Trained(OpenSettings):
 
 
 class Manifest(OpenSettings):
-    """What the description of a model and that of an expert have in common: a file that may hold more keys.
+    """The common part of the descriptions of a model and an expert. The file may have further keys.
 
-    `seeds` are the tokens of states that the training began with, by sha256; `tokens` counts them, too. Steps and
-    tokens are None where nobody knows: of an imported model.
+    `seeds` are the tokens of the states from which the training started, by sha256; `tokens` includes them. Steps and
+    tokens are None if they are unknown, as for an imported model.
     """
 
     steps: Count | None = None
@@ -84,9 +84,9 @@ class Manifest(OpenSettings):
 
 
 class Branched(OpenSettings):
-    """The state of another model with which a training began (`demix.train.branch`), and whose schedule it had.
+    """The state of another model from which a training started (`demix.train.branch`), and whose schedule it had.
 
-    `step` is 0 for a model in a folder, of whose `tokens` none are among those of the training.
+    `step` is 0 for a model in a folder; its `tokens` are not included in those of the training.
     """
 
     model: ModelName
@@ -101,7 +101,7 @@ class SeedManifest(OpenSettings):
 
     `training` are the settings that identify the training, `data_sha256` the tokens that it read by domain, `sha256`
     the hashes of the state's files. `loss_scale` is that of the next update in fp16. `choices` are those of merged
-    experts, as their lineage has them.
+    experts, as in their lineage.
     """
 
     step: Count
@@ -117,9 +117,9 @@ class SeedManifest(OpenSettings):
 class ModelManifest(Manifest):
     """The content of `model.json`.
 
-    `parent` is the name of the model that was adapted, or says with which state of which model a branch began.
-    `tokens` counts those of the seed phase (`tokens_seed`), too. `experts` are the digests of the descriptions of the
-    experts that it was written with; others may join them, or replace them.
+    `parent` is the name of the model that was adapted, or the state of the model from which a branch started. `tokens`
+    includes those of the dense warm start (`tokens_seed`). `experts` are the digests of the descriptions of the experts
+    with which the model was written; others may be added or replace them.
     """
 
     parent: ModelName | Branched | None = None
@@ -143,7 +143,7 @@ class Origin(OpenSettings):
 
 
 class RecordedChoice(OpenSettings):
-    """An expert among which tokens choose. An anchor has the name of a dense model's expert."""
+    """An expert of a merged token-routed model. An anchor has the name of a dense model's expert."""
 
     expert: ExpertName
     sha256: Digest
@@ -152,7 +152,7 @@ class RecordedChoice(OpenSettings):
 class ExpertManifest(Manifest):
     """The description of an expert.
 
-    `choices` are the experts among which the tokens of a merged expert choose, in the order of the router's rows.
+    `choices` are the experts that were merged into a token-routed one, in the order of the router's rows.
     """
 
     sha256: Digest
@@ -178,7 +178,7 @@ class Usual(OpenSettings):
 
 
 class Usuals(OpenSettings):
-    """The content of `usual.json`: the figures of a model's experts."""
+    """The content of `usual.json`: the results of a model's experts on their own domains."""
 
     experts: dict[ExpertName, Usual]
 
@@ -197,14 +197,14 @@ def read_routed(path: Path) -> Routed:
 
 
 def read_usual(path: Path) -> dict[str, Usual]:
-    """The figures in `usual.json` by expert. Raises DemixError if the file is damaged or holds no such figures."""
+    """The results in `usual.json` by expert. Raises DemixError if the file is damaged or has other content."""
     return _stated(path, Usuals, "the usual figures of experts", "remove it, or run `demix card` again").experts
 
 
 def tempered_of(directory: Path) -> tuple[float, ...]:
-    """β and γ of the rule `tempered`: those in the model's `mixing.json`, the usual ones without this file.
+    """β and γ of the rule `tempered`: those in the model's `mixing.json`, or the defaults without this file.
 
-    Raises DemixError if the file is damaged or holds no such parameters.
+    Raises DemixError if the file is damaged or has other content.
     """
     path = Path(directory) / "mixing.json"
     if not path.exists():
@@ -214,9 +214,9 @@ def tempered_of(directory: Path) -> tuple[float, ...]:
 
 
 def read_description(path: Path, *needed: str) -> ModelManifest:
-    """The content of `model.json`, in which the keys `needed` must be, as well as those without a default.
+    """The content of `model.json`, which must have the keys `needed` and those without a default.
 
-    Raises DemixError if the file is missing, damaged or describes no model.
+    Raises DemixError if the file is missing or damaged, or does not describe a model.
     """
     if not os.path.lexists(path):
         models = [*path.parent.parent.glob("*/model.json"), *path.parent.glob("models/*/model.json")]
@@ -233,15 +233,15 @@ def read_lineage(path: Path, *needed: str) -> ExpertManifest:
 
 
 def parent_of(lineage: Mapping[str, Any]) -> str | None:
-    """What an expert began with: its parent's name, or several, as an average or as choices; None if from scratch."""
+    """The origin of an expert: its parent's name, or several names (averaged or merged); None if from scratch."""
     several = next((name for key, name in (("parents", "average"), ("choices", "choices")) if lineage.get(key)), None)
     return several or lineage.get("parent")
 
 
 def tokens_learned(description: Mapping[str, Any]) -> int | None:
-    """The tokens that a model has learned from, with those of a model in a folder that it began with.
+    """The tokens on which a model was trained, including those of a model in a folder from which it started.
 
-    None if they are not known: of an imported model, and of what was made of one.
+    None if they are not known, as for an imported model and models that started from one.
     """
     tokens, parent = description.get("tokens"), description.get("parent")
     # An adapted model counts only the tokens of its adaptation.

@@ -1,4 +1,4 @@
-"""One model of several: averages of experts, experts among which tokens choose, and branches that join."""
+"""Merging: averages of experts, token-routed models from experts, and joining separately trained experts."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -32,12 +32,12 @@ from demix.model.directory import (
 from demix.model.gpt import GPT, STD
 from demix.model.manifest import Branched, ExpertManifest
 
-# What each branch counts for itself.
+# Metrics that are counted separately for each branch.
 OWN = ("tokens", "data_sha256", "experts")
 
 
 def merge_experts(directory: Path, weights: dict[str, float], output: Path, card: str | None = None) -> None:
-    """Write a model to `output` whose one expert `dense` is the average of the experts of `directory` by `weights`.
+    """Write a model to `output` with one expert, `dense`: the average of the experts of `directory` by `weights`.
 
     The tokens are those of `learned_of`. README.md holds `card` (`demix.report.card.merged_card`). Raises DemixError as
     `averaged` does.
@@ -49,11 +49,11 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path, card
 
 
 def merge_routed(directory: Path, output: Path, experts: Sequence[str] = (), card: str | None = None) -> None:
-    """Write to `output` a model whose tokens choose two of `experts` (all in `directory`) in every layer.
+    """Write a token-routed model to `output`, in which each token uses two of `experts` (default: all) in every layer.
 
-    Experts that learned next to an anchor are merged with it (`_with_anchor`); other ones get routers at random, which
-    are to be trained (`_with_random_routers`). The tokenizer is copied. README.md holds `card`. Raises DemixError
-    unless the experts are several causal ones.
+    Experts that were trained next to an anchor are merged with it (`_with_anchor`). Other experts get random routers,
+    which must be trained (`_with_random_routers`). The tokenizer is copied. README.md holds `card`. Raises DemixError
+    for a single expert and for masked models.
     """
     described, anchored = describe(directory), learned_anchored(directory)
     experts = tuple(experts) or expert_names(directory)
@@ -82,17 +82,17 @@ def _records(directory: Path, parents: Mapping[str, ExpertManifest]) -> tuple[di
     described, learned = describe(directory), learned_of(parents.values())
     description = described.content | {"kind": "merged"}
     if whole_models(directory):
-        # They share nothing, so nothing is left of the experts that are not among the parents.
+        # They share no weights, so only the parents' data and tokens are recorded.
         own = {key: learned[key] for key in ("steps", "tokens", "data_sha256")}
         description |= own | {"tokens_seed": sum(learned["seeds"].values())}
     return description, learned | {"parent": None, "tokenizer_sha256": described.tokenizer_sha256}
 
 
 def _with_random_routers(directory: Path, parents: Mapping[str, ExpertManifest]) -> GPT:
-    """The merge of the experts `parents` with which a joint training begins (BTX).
+    """The merge of the experts `parents` from which a joint training starts (BTX).
 
-    Feedforwards are those of the experts. All other weights are those that experts share, or the average of experts
-    that are whole models. Routers start at random (Sukhbaatar et al. 2024, section 3.2), drawn from N(0, 0.02²) by the
+    Feedforwards are those of the experts. All other weights are the shared ones, or, if experts are whole models, their
+    average. Routers are random (Sukhbaatar et al. 2024, section 3.2), drawn from N(0, 0.02²) with a seed from the
     experts' hashes.
     """
     described, whole = describe(directory), whole_models(directory)
@@ -118,10 +118,10 @@ def _with_random_routers(directory: Path, parents: Mapping[str, ExpertManifest])
 
 
 def _with_anchor(directory: Path, parents: Mapping[str, ExpertManifest]) -> GPT:
-    """The merge of the experts `parents` with their anchor: feedforwards and rows of routers as they are, its first.
+    """The merge of the experts `parents` with their anchor: unchanged feedforwards and router rows, the anchor's first.
 
-    Nothing is trained jointly (FlexOlmo, Shi et al. 2025, arXiv 2507.07024). Raises DemixError where two experts have
-    other shared weights, or another anchor.
+    There is no joint training (FlexOlmo, Shi et al. 2025, arXiv 2507.07024). Raises DemixError if experts differ in
+    their shared weights or their anchor.
     """
     shared: Tensors = {}
     stacks: dict[str, list[torch.Tensor]] = {}
@@ -170,10 +170,10 @@ def averaged(directory: Path, weights: Mapping[str, float], name: str = DENSE_EX
 
 
 def join_branches(branches: Sequence[Path], output: Path) -> None:
-    """Make one model directory `output` of the models in `branches`, each with one expert that is a whole model.
+    """Join the models in `branches`, each with one expert that is a whole model, into one model directory `output`.
 
-    The tokens of a seed phase count once. Raises DemixError if a branch is damaged, differs from the first in more than
-    its data, or has an expert of its name.
+    The tokens of a dense warm start are counted once. Raises DemixError if a branch is damaged, differs from the first
+    in more than its data, or has an expert with the same name.
     """
     first, *others = descriptions = [describe(branch).content for branch in branches]
     for branch, other in zip(branches[1:], others, strict=True):
@@ -200,11 +200,11 @@ def join_branches(branches: Sequence[Path], output: Path) -> None:
 
 
 def join_metrics(metrics: Sequence[Path], output: Path) -> None:
-    """Write the metrics of several trainings with the same steps as those of one, in `output`.
+    """Write the metrics of several trainings with the same steps to `output`, as those of one training.
 
-    Tokens are the sum over the trainings, those of a seed phase once. A loss is the mean over the trainings, and the
-    tokens per second are those of one process that does the trainings in turn. Norms of gradients stay with their
-    trainings. Raises DemixError if the steps differ.
+    Tokens are summed over the trainings; those of a dense warm start are counted once. A loss is the mean over the
+    trainings. Tokens per second are those of one process that does the trainings in turn. Gradient norms are kept per
+    training. Raises DemixError if the steps differ.
     """
     parts = [read_json_lines(path) for path in metrics]
     for path, rows in zip(metrics, parts, strict=True):
@@ -215,7 +215,7 @@ def join_metrics(metrics: Sequence[Path], output: Path) -> None:
 
 
 def _joined(rows: Sequence[Mapping[str, Any]], begun: int) -> dict[str, Any]:
-    """One row of the rows that several trainings have for the same event, where `begun` is the seed's tokens."""
+    """One row from the rows of several trainings for the same event; `begun` is the number of the seed's tokens."""
     joined = {key: value for row in rows for key, value in row.items() if key not in ("gradient_norm", "loss_scale")}
     joined["tokens"] = begun + sum(row["tokens"] - begun for row in rows)
     joined |= {key: fmean(row[key] for row in rows) for key in ("loss", "dev_loss") if key in joined}
@@ -235,7 +235,7 @@ def parents_of(directory: Path, weights: Mapping[str, float]) -> dict[str, Exper
 def learned_of(experts: Collection[ExpertManifest]) -> dict[str, Any]:
     """The steps, tokens and data of several `experts` together, and the tokens of their seeds by sha256.
 
-    A seed that several of them began with counts once.
+    A seed from which several of them started is counted once.
     """
     seeds = {sha256: tokens for one in experts for sha256, tokens in one.seeds.items()}
     own = sum((one.tokens or 0) - sum(one.seeds.values()) for one in experts)
@@ -248,7 +248,7 @@ def learned_of(experts: Collection[ExpertManifest]) -> dict[str, Any]:
 
 
 def origins_of(weights: Mapping[str, float], parents: Mapping[str, ExpertManifest]) -> dict[str, dict[str, Any]]:
-    """What an average of experts records of its `parents`: the weight and the sha256 of each."""
+    """The record of an average's `parents`: the weight and the sha256 of each."""
     return {name: {"weight": weights[name], "sha256": lineage.sha256} for name, lineage in parents.items()}
 
 
@@ -270,7 +270,7 @@ def parse_weights(text: str, option: str = "--weights") -> dict[str, float]:
 def prior_weights(path: Path, model: str, domain: str, experts: str, kind: str = "history") -> dict[str, float]:
     """The prior of a domain over the experts of a model, from a table of priors.
 
-    `kind` is the column weights: `history` of the cached prior with these weights, or `fitted`.
+    `kind` is the value of the column weights: `history` for the cached prior with this rule, or `fitted`.
 
     `path` is evaluations/<domain>.priors.parquet or a run's priors.parquet. `experts` is the label of the set of
     experts: training, all or minus-<domain>. Raises DemixError if the table has no such prior.

@@ -27,10 +27,10 @@ class DemixConfig(PreTrainedConfig):  # type: ignore[misc]
     """The experts and their mixture by the rule `tempered`.
 
     `experts` are the names of the E experts, each of which is a model with the config `expert`. `own` are the names,
-    without numbers of layers, of the parameters that every expert has for itself; the experts share all others. None
-    says that they share nothing. The weights of the experts at position t are in proportion to prior·exp(β·S[t]), where
-    S[t] = γ·S[t-1] + log p(token t) of each expert; the first token of a text has no log p. A prior of 0 leaves an
-    expert out. `tables` are the shapes of `Tables` by name.
+    without layer numbers, of the parameters that each expert has for itself; the experts share all others. None means
+    that they share nothing. The experts' weights at position t are proportional to prior·exp(β·S[t]), where
+    S[t] = γ·S[t-1] + log p(token t) for each expert; the first token of a text has no log p. A prior of 0 excludes an
+    expert. `tables` are the shapes of `Tables` by name.
     """
 
     model_type = "demix"
@@ -57,10 +57,10 @@ class DemixConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 class Tables(nn.Module):
-    """What a decoder of demix reads by the ids of tokens, and its class of transformers does not: hooks add it.
+    """Embedding tables of a demix decoder that its class in transformers lacks. Hooks add them.
 
-    `bigrams` [R, D] are states of pairs of tokens, added before each block times `scale` [layers]. `values`
-    [layers, V, K·U] are embeddings that are added to the values of K heads by `gates` [layers, K, G].
+    `bigrams` [R, D] are embeddings of pairs of tokens, added before each layer times `scale` [layers]. `values`
+    [layers, V, K·U] are embeddings that are added to the values of K heads with `gates` [layers, K, G].
     """
 
     bigrams: Tensor
@@ -81,7 +81,7 @@ class Tables(nn.Module):
                     module.register_forward_hook(partial(self._add_values, number))
 
     def read(self, ids: Tensor, previous: Tensor) -> None:
-        """Remember `ids` [B, T], before which were `previous` [B, T], for the next pass."""
+        """Remember `ids` [B, T], and the ids `previous` [B, T] before each, for the next pass."""
         self.ids, self.pairs = ids, ids * 1_000_003 ^ previous * 7_919
 
     def _add_bigrams(self, layer: int, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -99,8 +99,8 @@ class Tables(nn.Module):
 class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """The experts as models of transformers, and the log of their mixed probabilities.
 
-    A text is cut into blocks of `max_position_embeddings` tokens, as in demix: no expert sees the blocks before, while
-    the weights follow the whole text. Sequences may be padded anywhere, with an attention mask that says so.
+    A text is cut into blocks of `max_position_embeddings` tokens, as in demix: experts do not see earlier blocks, but
+    their weights depend on the whole text. Sequences may be padded anywhere, with a corresponding attention mask.
     """
 
     config_class = DemixConfig
@@ -125,11 +125,11 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """The parameters of experts that are others of the model, by name."""
+        """The parameters of experts that are tied to other parameters of the model, by name."""
         return dict(self._tied_weights_keys)
 
     def _adjust_bias(self, *_: Any) -> None:
-        """Tied heads have no bias that would have to fit. transformers would cut the biases of GPT-2."""
+        """Do nothing: tied heads have no bias to adjust, and transformers would cut the biases of GPT-2."""
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -183,10 +183,10 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
     def _bias(self, real: Tensor, block: Tensor, T: int) -> Tensor:
-        """What is added to attention [B, 1, T, P + T]: a token sees the earlier ones of its block and itself."""
+        """The bias added to attention [B, 1, T, P + T]: a token attends to earlier ones of its block and to itself."""
         index = torch.arange(real.shape[1], device=real.device)
         seen = real[:, None] & (block[:, None] == block[:, -T:, None]) & (index <= index[-T:, None])
-        # Padding sees itself, since a softmax over nothing is not a number.
+        # Padding attends to itself, because a softmax over nothing is not a number.
         seen = seen | (index == index[-T:, None])
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=real.device)
         return bias.masked_fill(~seen, torch.finfo(self.dtype).min)[:, None]
@@ -194,7 +194,7 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def _evidence(
         self, ids: Tensor, hidden: Tensor, real: Tensor, before: Tensor, cache: DynamicCache | None
     ) -> Tensor:
-        """S [B, E, T, 1] after each token: what it and the tokens before it say of the experts, but for a constant.
+        """S [B, E, T, 1] after each token: the evidence of it and earlier tokens for each expert, up to a constant.
 
         `before` [B, T] are the places of the tokens before. The last layer of the cache holds the final states `hidden`
         [B, E, T, D] as keys, and as values S and the ids of the tokens.

@@ -1,4 +1,4 @@
-"""Feedforwards with experts: a DEMix layer, whose experts the domains choose, and an MoE layer, where tokens choose.
+"""Feedforwards with experts: DEMix layers, in which the domain chooses the expert, and token-routed MoE layers.
 
 Axes: E experts, B sequences, T positions, D width, F inner units, k choices of a token, N rows. Weights are stored in
 fp32 (or fp64) and cast to the type of the activations for each matrix product.
@@ -15,13 +15,13 @@ from torch.autograd.function import once_differentiable
 
 from demix.config.architecture import Architecture
 
-# Rows of one expert in one product without gradients. Their inner states fit into the cache of a core.
+# The number of rows of one expert in one product without gradients. Their inner states fit into a core's cache.
 ROWS_AT_ONCE = 512
 _APPROXIMATE = {"gelu": "none", "gelu_new": "tanh"}
 
 
 class RouterLoss(NamedTuple):
-    """What a layer that trains a router leaves in a training pass.
+    """The loss and counts of a layer with a trained router in a training pass.
 
     `losses` are nats [1, B], one number per sequence, already multiplied by the weight of the loss. `counts`
     [4 + E] float64 are the sums over all tokens that `router_metrics` reads.
@@ -32,7 +32,7 @@ class RouterLoss(NamedTuple):
 
 
 def feedforward(architecture: Architecture, layer: int, experts: int) -> "Experts":
-    """The feedforward of block number `layer` (from 0). It maps (x [E or 1, B, T, D], auxiliary) to [E, B, T, D].
+    """The feedforward of layer number `layer` (from 0). It maps (x [E or 1, B, T, D], auxiliary) to [E, B, T, D].
 
     `auxiliary` is a list to which the feedforward may append losses (`GPT.forward`).
     """
@@ -53,7 +53,7 @@ class Experts(nn.Module):
         self.activation, self.gated = architecture.activation, architecture.gated
         width, inner, biased = architecture.width, architecture.inner_width, architecture.biases == "all"
         rows = inner * (architecture.maps - 1)
-        # Files keep this order.
+        # This is the order in files.
         self.up = nn.Parameter(torch.empty(*axes, rows, width))
         self.up_bias = nn.Parameter(torch.empty(*axes, rows)) if biased else None
         self.down = nn.Parameter(torch.empty(*axes, width, inner))
@@ -66,9 +66,10 @@ class Experts(nn.Module):
         return mapped
 
     def _activated(self, inner: Tensor) -> Tensor:
-        """What `down` reads [..., F] of what `up` gives, `inner` [..., F], or [..., 2F] where the layer is gated.
+        """The input of `down` [..., F] from the output of `up`, `inner` [..., F], or [..., 2F] if the layer is gated.
 
-        The first F units then are activated and multiply the others. Without gradients `inner` may be overwritten.
+        In a gated layer, the activation of the first F units multiplies the others. Without gradients `inner` may be
+        overwritten.
         """
         first, others = inner.chunk(2, -1) if self.gated else (inner, None)
         in_place = not torch.is_grad_enabled()
@@ -102,7 +103,7 @@ class DEMixLayer(Experts):
     def _without_gradients(self, x: Tensor) -> Tensor:
         """Map `x` [E or 1, N, D] to [E, N, D], some rows of one expert at a time, whose inner states stay in the cache.
 
-        To allocate the inner states of all experts needs as long as to fill them.
+        Allocating the inner states of all experts would take as long as filling them.
         """
         E, (_, N, D) = len(self.up), x.shape
         output, rows = x.new_empty(E, N, D), ROWS_AT_ONCE if x.device.type == "cpu" else max(1, N)
@@ -118,10 +119,10 @@ class DEMixLayer(Experts):
 
 
 class MoELayer(Experts):
-    """Feedforwards of which a router chooses `top_k` for each token.
+    """Feedforwards among which a router chooses `top_k` for each token.
 
-    Switch (Fedus et al. 2022) and GShard's top-2 (Lepikhin et al. 2021). The weights of all experts are stacked below
-    the axis of the model's one expert: `up` [1, E, F, D], `down` [1, E, D, F], `router` [1, E, D].
+    As in Switch (Fedus et al. 2022) and GShard's top-2 (Lepikhin et al. 2021). The weights of all experts are stacked
+    after the axis of the model's one expert: `up` [1, E, F, D], `down` [1, E, D, F], `router` [1, E, D].
     """
 
     def __init__(self, architecture: Architecture):
@@ -134,9 +135,9 @@ class MoELayer(Experts):
     def forward(self, x: Tensor, auxiliary: list[RouterLoss] | None = None) -> Tensor:
         """Map `x` [1, B, T, D] to [1, B, T, D]; 0 for a token that no expert processes.
 
-        With `auxiliary` this is a training pass: experts have a capacity, and the loss of balance is added to the list.
-        Without it no expert has one. A capacity would let later tokens change whether an earlier one's second choice
-        finds a place, and so its score.
+        With `auxiliary` this is a training pass: experts have a capacity, and the load-balancing loss is added to the
+        list. Otherwise there is no capacity, because with a capacity the score of a token could depend on later tokens:
+        whether its second choice is processed depends on their first choices.
         """
         _, B, T, D = x.shape
         scores, gates, chosen = self.choices(x.squeeze(0))
@@ -150,13 +151,13 @@ class MoELayer(Experts):
         return self._mixed(x.reshape(B * T, D), gates.flatten(0, 1), chosen.flatten(0, 1)).view(1, B, T, D)
 
     def choose(self, top_k: int) -> None:
-        """Let tokens choose `top_k` experts from now on. The gates of a token sum to 1 where they did before."""
+        """Let each token use `top_k` experts from now on. The gates of a token sum to 1 if they did before."""
         self.routed = self.routed.replace(top_k=top_k)
 
     def choices(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The scores [B, T, E] of the experts for states `x` [B, T, D], and of the chosen ones scores and numbers.
+        """The scores [B, T, E] of the experts for states `x` [B, T, D], and the scores and numbers of the chosen ones.
 
-        The latter are [B, T, k], the largest score first.
+        The latter two are [B, T, k], from the largest score on.
         """
         exact = torch.promote_types(x.dtype, torch.float32)
         # Switch, Eq. 1.
@@ -170,7 +171,7 @@ class MoELayer(Experts):
         A choice with the number E is dropped.
         """
         experts, (_, k), rows = self.routed.experts, numbers.shape, numbers.flatten()
-        # Dropped choices are sorted behind those of the last expert.
+        # Dropped choices are sorted after those of the last expert.
         order = rows.argsort(stable=True)
         place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
         ends = F.one_hot(rows, experts + 1)[:, :experts].sum(0).cumsum(0)
@@ -187,7 +188,7 @@ def _stack(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
 class _Rows(torch.autograd.Function):
     """Row index[n] // k of `x` [N, D] for each n: [N·k, D]. `index` is a permutation of N·k and `inverse` its inverse.
 
-    Autograd would add up the gradients of equal rows one after the other; here they are gathered and summed.
+    Autograd would add the gradients of equal rows one after the other; here they are gathered and summed.
     """
 
     @staticmethod
@@ -207,10 +208,10 @@ class _Rows(torch.autograd.Function):
 def _operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make the decorated function of tensors, which changes none of its inputs, the operator `demix::<name>`.
 
-    The compiler treats it as a whole: it can follow no loop over segments whose lengths it cannot know, and it copies a
+    The compiler treats it as a unit, because it cannot compile a loop over segments of unknown length, and would copy a
     tensor whenever a part of it is written. `fake` returns empty tensors of the shapes and types that the function
-    returns. `torch.library.custom_op` does the same, but it imports torch's compiler at the first call, which needs
-    over a second of the start of each training.
+    returns. `torch.library.custom_op` does the same, but imports torch's compiler at the first call, which delays the
+    start of each training by over a second.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,17 +233,17 @@ def _empty_output(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor |
 def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
     """The rows of `x` [N, in] by their experts' `weight` [E, out, in] and `bias` [E, out] or none: [N, out].
 
-    Rows of expert e end at ends[e], those of E experts with as many rows each where `ends` is None. Behind those of the
-    last expert are dropped rows, whose output is 0. The code loops over experts, because torch.bmm is slower on a CPU
-    from 128 rows an expert. Each expert's output and gradients are written to their place in one tensor, and its weight
-    is cast when it is used, so that no cast copy of all weights exists.
+    Rows of expert e end at ends[e]; if `ends` is None, all experts have equally many rows. Rows after those of the last
+    expert are dropped, and their output is 0. The code loops over experts, because on a CPU torch.bmm is slower from
+    128 rows per expert on. Each expert's output and gradients are written to their place in one tensor. Its weight is
+    cast when it is used, so that there is never a cast copy of all weights.
     """
     if ends is not None and _in_one_product(x, weight):
         out = F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=ends.to(torch.int32))
         expert = _expert_of_rows(ends, len(x))
         if bias is not None:
             out += bias.to(x.dtype)[expert.clamp(max=len(weight) - 1)]
-        # The product leaves what was in memory in the dropped rows.
+        # The product does not write dropped rows, which would contain old memory.
         return out.masked_fill_((expert == len(weight))[:, None], 0)
     out = x.new_empty(len(x), weight.shape[1])
     for e, (start, end) in enumerate(pairwise(_bounds(ends, x, weight))):
@@ -262,15 +263,15 @@ def _empty_gradients(incoming: Tensor, x: Tensor, weight: Tensor, ends: Tensor |
 def _expert_linear_backward(
     incoming: Tensor, x: Tensor, weight: Tensor, ends: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `_expert_linear` for `x`, `weight` and a bias. Dropped rows have and give none."""
+    """The gradients of `_expert_linear` for `x`, `weight` and a bias; dropped rows have none and contribute none."""
     incoming = incoming.contiguous()
     if ends is not None and _in_one_product(x, weight):
         offs, expert = ends.to(torch.int32), _expert_of_rows(ends, len(x))
         for_x = F.grouped_mm(incoming, weight.to(x.dtype), offs=offs).masked_fill_((expert == len(weight))[:, None], 0)
         for_weight = F.grouped_mm(incoming.T, x, offs=offs)
-        # On some GPUs the product leaves what was in memory for an expert without rows (pytorch issue 172439).
+        # On some GPUs the product does not write the gradient of an expert without rows (pytorch issue 172439).
         for_weight.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
-        # A matrix product adds up in the same order every time, index_add on a GPU does not.
+        # A matrix product always sums in the same order; index_add on a GPU does not.
         for_bias = F.one_hot(expert, len(weight) + 1)[:, :-1].T.to(x.dtype) @ incoming
         return for_x, for_weight.to(weight.dtype), for_bias.to(weight.dtype)
     for_x, for_weight = torch.empty_like(x), torch.empty_like(weight)
@@ -308,14 +309,14 @@ def _write_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -
 
 
 def _bounds(ends: Tensor | None, x: Tensor, weight: Tensor) -> list[int]:
-    """Where the rows of each expert begin, and where those of the last one end [E + 1]."""
+    """The first row of each expert, and the end of the last expert's rows [E + 1]."""
     if ends is None:
         return [len(x) // len(weight) * e for e in range(len(weight) + 1)]
     return [0, *ends.tolist()]
 
 
 def _in_one_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether `F.grouped_mm` multiplies all segments at once: on a GPU, of bf16 in rows of whole 16 bytes.
+    """Whether `F.grouped_mm` multiplies all segments at once: on a GPU, for bf16 with rows of a multiple of 16 bytes.
 
     On a CPU it needs 5 to 35% longer than one product for each segment (fp32 and bf16, widths 128 to 768, 1,024 to
     4,096 rows, 8 experts).
@@ -338,10 +339,10 @@ def _expert_of_rows(ends: Tensor, rows: int) -> Tensor:
 
 
 def within_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:
-    """Which choices an expert processes that has `places` for the tokens of a sequence: bool like `chosen` [B, T, k].
+    """Which choices are processed if each expert has `places` per sequence: bool like `chosen` [B, T, k].
 
-    The first choices of all tokens come before all second ones, and earlier positions before later ones (GShard,
-    Algorithm 1).
+    First choices of all tokens have priority over second ones, and earlier positions over later ones (GShard, Algorithm
+    1).
     """
     B, T, k = chosen.shape
     in_order = chosen.transpose(1, 2).reshape(B, k * T)
@@ -352,7 +353,7 @@ def within_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:
 def balance_losses(scores: Tensor, first: Tensor) -> Tensor:
     """E·Σ f_e·P_e [B] of `scores` [B, T, E] and the `first` choices [B, T] (Switch, Eq. 4 to 6, by sequence).
 
-    f is the share of tokens whose first choice is e, P the mean score. The least is 1, where both are equal for all.
+    f is the share of tokens whose first choice is e, P the mean score. The minimum, 1, is reached if both are equal for all.
     """
     experts = scores.shape[-1]
     shares = F.one_hot(first, experts).to(scores.dtype).mean(1)
@@ -360,11 +361,11 @@ def balance_losses(scores: Tensor, first: Tensor) -> Tensor:
 
 
 def router_metrics(counts: list[float]) -> dict[str, float]:
-    """The metrics of routers from the sum of the `counts` of all routed layers and sequences of a step.
+    """The metrics of routers, from the sum of the `counts` of all token-routed layers and sequences of a step.
 
     `router_dropped` is the share of choices that no expert processed, `router_entropy` the mean entropy of a token's
-    scores in nats, `router_balance` the mean loss of balance before its weight, `router_load/<e>` the share of choices,
-    processed or dropped, that fell on expert e.
+    scores in nats, `router_balance` the mean load-balancing loss before its weight, `router_load/<e>` the share of
+    choices, processed or dropped, of expert e.
     """
     tokens, entropy, balance, dropped, *loads = counts
     chosen = sum(loads)

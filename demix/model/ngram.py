@@ -1,7 +1,7 @@
 """N-gram models with modified Kneser-Ney smoothing, interpolated.
 
 Source: S. F. Chen and J. Goodman, An Empirical Study of Smoothing Techniques for Language Modeling (Computer Speech and
-Language 13, 1999; TR-10-98 of Harvard, 1998). For a context h of n − 1 tokens, and h' without its first,
+Language 13, 1999; TR-10-98 of Harvard, 1998). For a context h of n − 1 tokens, and h' = h without its first token,
 
     p(w | h) = (c(hw) − D(c(hw))) / Σ_v c(hv) + γ(h) · p(w | h'),    γ(h) = Σ_v D(c(hv)) / Σ_v c(hv).
 
@@ -9,9 +9,9 @@ D(0) = 0, D(1) = D1, D(2) = D2, and D(c) = D3 for more. With n_k the number of n
 
     D1 = 1 − 2·Y·n2/n1,    D2 = 2 − 3·Y·n3/n2,    D3 = 3 − 4·Y·n4/n3.
 
-Of the highest order c counts occurrences; below, c(g) is the number of different tokens before g. Each order has
-discounts of its own. Below order 1 is the uniform distribution over the vocabulary. A context that never came
-before another token leaves all to h'.
+For the highest order, c counts occurrences; for lower orders, c(g) is the number of different tokens before g. Each
+order has its own discounts. Below order 1 is the uniform distribution over the vocabulary. If a context was never
+followed by a token, p(w | h) = p(w | h').
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-# What `lmplz --discount_fallback` of KenLM uses where counts of counts give no discounts.
+# The discounts of KenLM's `lmplz --discount_fallback`, for counts of counts that yield no valid discounts.
 FALLBACK = (0.5, 1.0, 1.5)
 
 
@@ -30,8 +30,8 @@ class _Level:
     """The n-grams of one order, numbered in the order of `keys`.
 
     `keys` [G] are the number of the context (an n-gram of the order below) times the size of the vocabulary, plus the
-    last token. `kept` [G + 1] is the discounted share of an n-gram in its context, 0 at last for all that were not
-    seen. `passed` [C + 1] is γ of each of C contexts, 1 at last for all that were not seen.
+    last token. `kept` [G + 1] is the discounted share of an n-gram in its context; the last entry, 0, is for unseen
+    n-grams. `passed` [C + 1] is γ of each of C contexts; the last entry, 1, is for unseen contexts.
     """
 
     keys: np.ndarray
@@ -39,7 +39,7 @@ class _Level:
     passed: np.ndarray
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """The numbers of n-grams, −1 for those that were not seen."""
+        """The numbers of n-grams; −1 for unseen ones."""
         places = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         found: np.ndarray = np.where(self.keys[places] == keys, places, -1)
         return found
@@ -54,10 +54,10 @@ class KneserNey:
 
     @classmethod
     def fit(cls, streams: Sequence[ArrayLike], order: int, vocab_size: int) -> Self:
-        """Count the n-grams up to `order` in `streams` of token ids; none goes from one stream to the next.
+        """Count the n-grams up to `order` in `streams` of token ids; no n-gram spans two streams.
 
-        The order is lowered to the length of the longest stream. Time and memory are those of sorting all tokens once
-        per order.
+        The order is at most the length of the longest stream. Time and memory are those of sorting all tokens once per
+        order.
         """
         arrays = [np.asarray(stream, np.int64) for stream in streams]
         tokens = np.concatenate([np.empty(0, np.int64), *arrays])
@@ -93,9 +93,9 @@ class KneserNey:
         return sum(len(level.keys) for level in self.levels)
 
     def log_probabilities(self, rows: np.ndarray) -> np.ndarray:
-        """Log p in nats [N, T] of the tokens of `rows` [N, T + 1] but the first, each given those before it in its row.
+        """Log p in nats [N, T] of the tokens of `rows` [N, T + 1] after the first, given earlier tokens of the row.
 
-        A token with fewer tokens before it than a context has is predicted by a lower order.
+        A token with fewer earlier tokens than the context length n - 1 is predicted by a lower order.
         """
         likely = np.full(rows.shape, 1 / self.vocab_size)
         numbers = np.zeros(rows.shape, np.int64)
@@ -112,8 +112,8 @@ class KneserNey:
 def discounts_of(counts: np.ndarray) -> tuple[float, ...]:
     """D1, D2 and D3 of the `counts` of the n-grams of one order.
 
-    Where n1, n2 or n3 is 0, as in little text, or where a discount is not above 0 or is more than the count,
-    they are those of `FALLBACK`.
+    If n1, n2 or n3 is 0, as in little text, or if a discount is not above 0 or is more than the count, the discounts
+    are those of `FALLBACK`.
     """
     of_one, *more = (int(np.count_nonzero(counts == number)) for number in (1, 2, 3, 4))
     if not (of_one and all(more[:2])):
@@ -126,7 +126,7 @@ def discounts_of(counts: np.ndarray) -> tuple[float, ...]:
 
 
 def _level(keys: np.ndarray, counts: np.ndarray, contexts: int, vocab_size: int) -> _Level:
-    """The n-grams `keys` [G] with their `counts` [G], of which each is 0 or more, in C `contexts`."""
+    """The level of the n-grams `keys` [G] with their `counts` [G] (0 or more) in C `contexts`."""
     discount = np.array([0.0, *discounts_of(counts)])[np.minimum(counts, 3)]
     context = keys // vocab_size
     total = np.bincount(context, counts, contexts)

@@ -1,4 +1,4 @@
-"""How a model knows the order of tokens, and what attention may see: learned positions, sines, ALiBi, rope, masks.
+"""Positions of tokens (learned, sinusoidal, ALiBi, rope) and attention masks.
 
 Axes: E experts, B sequences, T new positions, H heads.
 """
@@ -48,10 +48,10 @@ def rope_frequencies(options: Architecture) -> Tensor:
 
 
 def bias_of(options: Architecture, before: int, T: int, x: Tensor) -> Tensor | None:
-    """What is added to the attention scores of T new positions to the `before` ones and to the new ones.
+    """The bias added to the attention scores of T new positions to the `before` earlier ones and to themselves.
 
-    Of the type of `x` (ALiBi), or a mask: bool [T, before + T], true where a position attends. None where attention
-    without a mask does the same: for T positions at the start of a text, and for a single one, which attends to all.
+    It has the type of `x` (ALiBi), or is a mask: bool [T, before + T], true where a position attends. None if no mask
+    is needed: for T positions at the start of a text, and for a single position, which attends to all.
     """
     if options.position == "alibi":
         return _alibi(options, before, T, x)
