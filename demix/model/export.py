@@ -1,4 +1,4 @@
-"""Exporting a model to Hugging Face: one expert, as the family with its architecture, or the mixture of all experts."""
+"""Exporting a model to Hugging Face: one expert in the format of its architecture, or the mixture of all experts."""
 
 import json
 import re
@@ -44,12 +44,12 @@ the text so far weights the experts by the rule tempered({beta:g},{gamma:g}), wi
 
 
 def format_of(directory: Path, mixture: bool = False) -> Format:
-    """The format in which an expert of the model in `directory` can be exported, or as a part of a `mixture`.
+    """The format in which an expert of the model in `directory` can be exported, by itself or in a `mixture`.
 
-    It is the one that the model was imported from, if that can hold it, or else the first of `FORMATS` that can. Raises
-    DemixError for a domain-token model (no other software has a domain token as first input), and for options of
-    `architecture` that no format has: it names one of them, and the format that lacks the fewest. The code of a mixture
-    reads bigrams by itself, and adds value embeddings where values have a map of their own.
+    It is the format from which the model was imported, if that supports it, or else the first of `FORMATS` that does.
+    Raises DemixError for a domain-token model (other software has no domain token as first input), and for options of
+    `architecture` that no format supports: it names one of them, and the format that lacks the fewest. The code of a
+    mixture implements bigram embeddings, and value embeddings if values have their own linear map.
     """
     described = describe(directory)
     if described.domain_tokens:
@@ -77,11 +77,11 @@ def export_hf(
     card: str | None = None,
     dtype: str = "float32",
 ) -> None:
-    """Write one expert of a model, with the tokenizer, as a Hugging Face directory whose numbers have the type `dtype`.
+    """Write one expert of a model, with the tokenizer, as a Hugging Face directory with parameters of type `dtype`.
 
-    README.md holds `card` (`demix.report.card.exported_card`). The class of transformers for this family gives the same
-    log-probabilities, in fp32. Raises DemixError as `format_of` does, for another tokenizer than that of the model, and
-    for an `output` that is not empty.
+    README.md holds `card` (`demix.report.card.exported_card`). The class of transformers for this format yields the
+    same log-probabilities, in fp32. Raises DemixError as `format_of` does, for another tokenizer than the model's, and
+    if `output` is not empty.
     """
     export = _Export(directory, tokenizer, output, dtype)
     model = load_model(directory, (expert,))
@@ -93,9 +93,9 @@ def export_mixture(
 ) -> None:
     """Write all experts of a model, with the tokenizer, as a Hugging Face directory whose model is their mixture.
 
-    Its code is `modeling_demix.py`, whose logits are the log of the probabilities that `tempered` mixes with equal
-    priors, and with the parameters of the model. Tensors that experts share are written once. README.md holds `card`
-    and how to load the folder. Raises DemixError as `export_hf` does, and for a model without experts to mix.
+    Its code is `modeling_demix.py`. The logits are log-probabilities of the mixture by `tempered`, with equal priors
+    and the model's parameters. Tensors that experts share are written once. README.md holds `card` and the instructions
+    for loading. Raises DemixError as `export_hf` does, and for a model without experts to mix.
     """
     refuse_routed(directory, "no mixture of outputs holds")
     names = expert_names(directory)
@@ -135,7 +135,7 @@ def export_mixture(
 
 
 class _Export:
-    """The export of the model in `directory` to the folder `output`, which is not in use."""
+    """The export of the model in `directory` to the unused folder `output`."""
 
     def __init__(self, directory: Path, tokenizer: Path | None, output: Path, dtype: str, mixture: bool = False):
         self.directory, self.output, self.dtype = directory, output.resolve(), dtype
@@ -147,7 +147,7 @@ class _Export:
             check_inside(path, directory)
 
     def tensors(self, model: GPT, number: int) -> dict[str, Tensor]:
-        """The tensors of one of the stacked experts of `model` as the format has them."""
+        """The tensors of one of the stacked experts of `model`, in the format."""
         own = {name: tensor[number] if ".feedforward." in name else tensor for name, tensor in model.named_parameters()}
         if _with_plain_head(model.architecture) != model.architecture:
             own["token_embedding"] = F.normalize(own["token_embedding"], dim=-1)
@@ -155,7 +155,7 @@ class _Export:
         return self.converted(self.form.theirs_of(_with_plain_head(model.architecture), own))
 
     def converted(self, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the type of the export. Raises DemixError for numbers that the type does not hold."""
+        """The tensors in the export's type. Raises DemixError for numbers beyond the range of the type."""
         tensors = {name: tensor.to(DTYPES[self.dtype]) for name, tensor in theirs.items()}
         for name, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
@@ -173,7 +173,7 @@ class _Export:
         return made | ends | {"dtype": self.dtype}
 
     def write(self, config: dict[str, Any], tensors: dict[str, Tensor], card: str | None, code: str = "") -> None:
-        """Write the folder, with the module `code` where a model has code of its own."""
+        """Write the folder, with the module `code` if the model has its own code."""
         with replacing(self.output, directory=True) as temporary:
             save_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
             _write_json(temporary / "config.json", config)
@@ -184,7 +184,7 @@ class _Export:
                 (temporary / f"{code}.py").write_bytes(Path(__file__).with_name(f"{code}.py").read_bytes())
 
     def _write_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer's files, and generation settings where there are some, as they came or else our own."""
+        """Write the tokenizer's files and generation settings: imported ones unchanged, otherwise our own."""
         if not any(name.startswith(("tokenizer", "vocab")) for name in self.came):
             definition, keys = self.form.tokenizer(self.encoder)
             context = describe(self.directory).architecture.context
@@ -196,13 +196,13 @@ class _Export:
 
 
 def _with_plain_head(architecture: Architecture) -> Architecture:
-    """The architecture in other formats: CLAP's rows of length 1 are embeddings, and its head is one of its own."""
+    """The architecture in other formats: for CLAP, normalised rows are the embeddings, and the head is untied."""
     plain = architecture.head == "clap" and architecture.objective == "clm"
     return architecture.replace(head="untied") if plain else architecture
 
 
 def _without_tables(architecture: Architecture, form: Format) -> Architecture:
-    """The architecture without what the code of a mixture computes by itself where its experts have this format."""
+    """The architecture without the tables that a mixture's own code implements for experts of this format."""
     joint = isinstance(form.block["attention.qkv"], str)
     return architecture.replace(bigrams="none", value_embeddings=architecture.value_embeddings and joint)
 

@@ -353,7 +353,7 @@ def within_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:
 def balance_losses(scores: Tensor, first: Tensor) -> Tensor:
     """E·Σ f_e·P_e [B] of `scores` [B, T, E] and the `first` choices [B, T] (Switch, Eq. 4 to 6, by sequence).
 
-    f is the share of tokens whose first choice is e, P the mean score. The minimum, 1, is reached if both are equal for all.
+    f is the share of tokens whose first choice is e, P the mean score. The minimum is 1, if both are equal for all.
     """
     experts = scores.shape[-1]
     shares = F.one_hot(first, experts).to(scores.dtype).mean(1)

@@ -32,9 +32,9 @@ def cos_sin(options: Architecture, start: int, T: int, x: Tensor) -> CosSin:
 
 
 def rope_frequencies(options: Architecture) -> Tensor:
-    """The angles by which pairs of units turn from one position to the next: float64 [pairs].
+    """The angles by which pairs of units are rotated from one position to the next: float64 [pairs].
 
-    Scaled as `RopeScaling` says.
+    They are scaled by `RopeScaling`.
     """
     angles, scaling = frequencies(options.rope_theta, options.rotated), options.rope_scaling
     if scaling is None:
@@ -63,7 +63,7 @@ def bias_of(options: Architecture, before: int, T: int, x: Tensor) -> Tensor | N
 def _alibi(options: Architecture, before: int, T: int, x: Tensor) -> Tensor:
     """-m_h·(i - j) [1, H, T, before + T] for position i and an earlier one j; -inf for a later one.
 
-    Of a masked model, whose attention is bidirectional, m_h·(1/2 - (j - i)) for a later one.
+    For a masked model, whose attention is bidirectional, it is m_h·(1/2 - (j - i)) for a later one.
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     at = torch.arange(before + T, dtype=exact, device=x.device)
@@ -79,7 +79,7 @@ def _alibi(options: Architecture, before: int, T: int, x: Tensor) -> Tensor:
 def alibi_slopes(heads: int) -> list[float]:
     """The slope m_h of each of n `heads`: 2^(-8h/n), h = 1 ... n (Press et al. 2022, "Train Short, Test Long").
 
-    Where n is not a power of two they are those of the power of two below it, then every other slope of twice that
+    If n is not a power of two, they are the slopes of the next lower power of two, then every other slope of twice that
     power.
     """
     power = 1 << heads.bit_length() - 1

@@ -12,13 +12,14 @@ from demix.model.device import free_memory
 from demix.model.gpt import GPT, MASKED
 from demix.model.heads import ROWS_AT_ONCE
 
-# Tokens x experts in one forward pass: enough to keep a core busy, little enough to stay in its cache.
+# Tokens x experts in one forward pass: enough to keep a core busy, and few enough to stay in its cache.
 EXPERT_TOKENS_AT_ONCE = 8192
-# The most on a GPU. More keeps no GPU busier, and with a bound, GPUs with memory to spare compute the same last bits.
+# The maximum on a GPU. More is not faster, and with a maximum, GPUs with different amounts of memory yield the same
+# bits.
 MAX_ON_GPU = 1 << 17
-# The part of a GPU's free memory that a pass may use: torch rounds sizes up, and other processes come and go.
+# The fraction of a GPU's free memory that a pass may use: torch rounds sizes up, and other processes need memory, too.
 SHARE_OF_FREE = 0.5
-# Numbers of the width of the model for each token and expert in a block: the states before and after it, their norm,
+# The number of states (of the model's width) per token and expert in a layer: those before and after it, their norm,
 # and the output of the feedforward.
 WIDTHS_IN_BLOCK = 3 + 1
 
@@ -31,8 +32,8 @@ def columns_of(trunks: Sequence[GPT]) -> tuple[str, ...]:
 def expert_tokens_at_once(model: GPT, dtype: torch.dtype | None = None, free: int | None = None) -> int:
     """Tokens x experts in one forward pass of `model` with activations of `dtype`: a power of two.
 
-    On a CPU what stays in its cache. On a GPU what fits into `free` bytes, by default those that are free now, next to
-    the logits. Powers of two are the same where the free memory differs a little.
+    On a CPU it is what fits into its cache; on a GPU what fits, next to the logits, into `free` bytes (default: the
+    memory that is free now). A power of two stays the same if the free memory differs a little.
     """
     device = model.token_embedding.device
     if device.type == "cpu" and free is None:
@@ -40,11 +41,11 @@ def expert_tokens_at_once(model: GPT, dtype: torch.dtype | None = None, free: in
     computed = dtype or model.token_embedding.dtype
     exact = torch.promote_types(computed, torch.float32)
     logits = ROWS_AT_ONCE["cuda"] * model.vocab_size * (exact.itemsize + computed.itemsize * (computed != exact))
-    # Choices of a token-routed layer each have inner states.
+    # In a token-routed layer, each choice has inner states.
     routed = model.architecture.routed
     sizes = model.architecture
     feedforward = (sizes.maps - 1) * sizes.inner_width
-    # Queries, keys and values twice, because a GPU's attention copies them, and what they mix twice.
+    # Queries, keys and values count twice, because a GPU's attention copies them; so does attention's output.
     heads = 4 * sizes.heads + 4 * sizes.key_value_heads
     numbers = WIDTHS_IN_BLOCK * sizes.width + heads * sizes.unit + feedforward
     numbers += sizes.width * (sizes.bigrams != "none")
@@ -99,9 +100,9 @@ def log_probabilities(
     """log p in nats of every target under every expert, in the order of the text: [E, tokens], without padding.
 
     `inputs`, `targets` and `mask` [N, T] come from `demix.data.shards.blocks`. A domain-token model has one row for
-    each of `domain_tokens`, by default all that it has. `advance` is called with the number of tokens that were scored
-    since its last call. `first` is the number of the first block in its split, which chooses what a masked model fills
-    in together (`masked_log_probabilities`).
+    each of `domain_tokens` (default: all). `advance` is called with the number of tokens that were scored since its
+    last call. `first` is the number of the first block in its split, which determines the tokens that a masked model
+    predicts together (`masked_log_probabilities`).
     """
     if model.architecture.objective == "mlm":
         return masked_log_probabilities(model, targets, mask, dtype, advance, first)
@@ -129,7 +130,7 @@ def log_probabilities(
 def folds_of(tokens: int, number: int, folds: int = FOLDS) -> np.ndarray:
     """The fold of each token of a block with this `number` in its split: [tokens] int, of sizes that differ by 1.
 
-    A random permutation, which depends only on the number, so that all models fill in the same tokens together.
+    It is a random permutation that depends only on the number, so that all models predict the same tokens together.
     """
     order = np.random.Generator(np.random.PCG64(seed_for(0, "folds", number))).permutation(tokens)
     found = np.empty(tokens, np.int64)
@@ -147,7 +148,7 @@ def masked_log_probabilities(
     first: int = 0,
     folds: int = FOLDS,
 ) -> np.ndarray:
-    """log p in nats of every token at its own place, given the rest of its block: [E, tokens], without padding.
+    """log p in nats of every token at its own position, given the rest of its block: [E, tokens], without padding.
 
     `tokens` and `mask` [N, T] are blocks without the tokens before them. Each block is read `folds` times, and each of
     its tokens is masked once, together with the others of its fold (`folds_of`). T folds mask one token at a time,

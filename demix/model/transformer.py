@@ -1,4 +1,4 @@
-"""The blocks of a transformer: attention, a feedforward and their norms, below an embedding and a head.
+"""The layers of a transformer: attention, a feedforward and their norms, between an embedding and a head.
 
 Axes: E experts, B sequences of one expert, T positions, D width, H heads of queries, K of keys and of values, U units
 of a head. Parameters are stored in fp32 (or fp64) and cast to the type of the activations where they are used.
@@ -50,7 +50,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x·w / sqrt(mean(x²) + ε) for `x` [..., D] and `weight` [D], which torch has no kernel for on a CPU.
+    """x·w / sqrt(mean(x²) + ε) for `x` [..., D] and `weight` [D]. torch has no kernel for it on a CPU.
 
     The mean is exact to fp32. With y = x·s, s = 1/sqrt(mean(x²) + ε) and incoming g the gradients are
     s·(g·w - y·mean(g·w·y)) for x and the sum of g·y for w.
@@ -77,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def norm_of(options: Architecture) -> LayerNorm | RMSNorm:
-    """The norm of states [..., D] that an architecture has."""
+    """The norm of states [..., D] in an architecture."""
     return (RMSNorm if options.norm == "rms" else LayerNorm)(options.width, options.epsilon)
 
 
@@ -90,7 +90,7 @@ class HeadNorm(RMSNorm):
 
 
 class KeyValues:
-    """The key-value cache of one layer, so that decoding computes each position once.
+    """The key-value cache of one layer, so that decoding computes each position only once.
 
     `keys` and `values` are [E * B, K, positions, U]. The first `seen` positions are filled. In the first layer E
     is 1, because all experts have the same inputs there, unless each has a table of bigrams. `last` [E or 1, B] are the
@@ -115,7 +115,7 @@ class KeyValues:
     def of(self, sequences: Tensor, count: int) -> "KeyValues":
         """A copy for other sequences, each with the past of one of these: `sequences` [R] are numbers below `count` B.
 
-        A sequence may be there several times. The copy has room for as many positions as this one.
+        A sequence may occur several times. The copy has room for as many positions as this one.
         """
         other = KeyValues(self.positions)
         other.last = None if self.last is None else self.last[:, sequences]
@@ -175,7 +175,7 @@ class Attention(nn.Module):
 
 
 def _query_norm(options: Architecture, heads: int) -> nn.Module:
-    """The norm of queries, or of keys, of so many heads."""
+    """The norm of queries or keys with this number of heads."""
     together = {"none": 0, "head": 1, "all": heads}[options.query_norm]
     return HeadNorm(together * options.unit, options.epsilon) if together else nn.Identity()
 
@@ -205,22 +205,22 @@ def rotated(x: Tensor, by: CosSin) -> Tensor:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Drops the share `rate` of the units that attention and feedforward of each block add, independently at each
-    position.
+    """Drops the fraction `rate` of the units that attention and feedforward of each layer add.
 
-    These are the places of OPT's dropout (`OPTDecoderLayer` of transformers): after the last map of attention, and
-    after that of the feedforward. The weights of positions and the embeddings stay whole. `seeds`, E lists of B
-    numbers, has one for each sequence of a training pass. The masks of a sequence follow from its number and the layer:
-    from no rank, no other sequence and no earlier pass.
+    Units are dropped independently at each position, at the same places as in OPT (`OPTDecoderLayer` of transformers):
+    after the last map of attention and of the feedforward. Attention weights and embeddings have no dropout. `seeds`, E
+    lists of B numbers, has one random seed per sequence of a training pass. The masks of a sequence depend only on its
+    seed and the layer, not on a rank, another sequence or an earlier pass.
     """
 
     rate: float
     seeds: Sequence[Sequence[int]]
 
     def masks(self, layer: int, x: Tensor) -> Masks:
-        """What block `layer` keeps of attention, then of the feedforward, bool [2, E, B, T, D] for `x` [E, B, T, D].
+        """The units that layer `layer` keeps of attention and of the feedforward, bool [2, E, B, T, D], for `x`
+        [E, B, T, D].
 
-        With it the factor 1 / (1 - rate) of what is kept, so that means stay as they are.
+        Also returns the factor 1 / (1 - rate) of the kept units, so that means do not change.
         """
         kept = torch.empty(2, *x.shape, dtype=torch.bool, device=x.device)
         for e, seeds in enumerate(self.seeds):
@@ -232,7 +232,7 @@ class Dropout:
 
 
 def apply_dropout(x: Tensor, masks: Masks | None, place: int) -> Tensor:
-    """`x` [E, B, T, D] with the mask of `place` (0: attention, 1: the feedforward), or as it is without masks."""
+    """`x` [E, B, T, D] with the mask of `place` (0: attention, 1: the feedforward), or unchanged without masks."""
     if masks is None:
         return x
     kept, factor = masks
@@ -240,7 +240,7 @@ def apply_dropout(x: Tensor, masks: Masks | None, place: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """A transformer block: attention and a feedforward, each with a norm and a residual connection."""
+    """A transformer layer: attention and a feedforward, each with a norm and a residual connection."""
 
     def __init__(self, architecture: Architecture, layer: int, experts: int):
         super().__init__()
@@ -275,7 +275,7 @@ class Block(nn.Module):
 
 
 def _slots(architecture: Architecture, norm: nn.Module) -> tuple[nn.Module, ...]:
-    """What maps the input of a sublayer, its output, and the residual sum: `norm` in one place, else nothing changes.
+    """The maps of a sublayer's input, its output and the residual sum: one of them is `norm`, the others identities.
 
     Pre-norm (`before`: GPT-2, Llama), after the sublayer (`after`: OLMo 2), post-norm (`post`: BERT).
     """
@@ -283,11 +283,11 @@ def _slots(architecture: Architecture, norm: nn.Module) -> tuple[nn.Module, ...]
 
 
 class Transformer(nn.Module):
-    """The blocks of a model and the norm after them, without embedding and head."""
+    """The layers of a model and the norm after them, without embedding and head."""
 
     def __init__(self, architecture: Architecture, experts: int):
         super().__init__()
-        # The training loop sets this: backward then recomputes a block's activations, which saves memory.
+        # The training loop sets this. The backward pass then recomputes a layer's activations, which saves memory.
         self.checkpoint_activations = False
         self.blocks = nn.ModuleList(Block(architecture, layer, experts) for layer in range(architecture.layers))
         self.final_norm = nn.Identity() if architecture.norm_place == "post" else norm_of(architecture)
@@ -311,11 +311,11 @@ class Transformer(nn.Module):
         for layer, block in enumerate(self.blocks):
             value = values[layer] if values else None
             x = x if added is None else x + added[1][layer] * added[0]
-            # A compiled block would be compiled again for each length of a list that all blocks append to.
+            # With one list for all layers, a compiled layer would be compiled again for each length of the list.
             own: list[RouterLoss] | None = None if auxiliary is None else []
             given = bias, past[layer] if past else None, own, cos_sin, value
             if not torch.is_grad_enabled():
-                # Evaluation has many shapes, and the compiled block would be compiled again for each.
+                # Evaluation has many shapes, and a compiled layer would be compiled again for each.
                 x = block.forward(x, *given)
             elif self.checkpoint_activations:
                 x = checkpoint(_in_training, block, layer, dropout, x, *given, use_reentrant=False)
@@ -327,13 +327,13 @@ class Transformer(nn.Module):
         return normed
 
     def compile_blocks(self) -> None:
-        """Compile each block on its own for training: compilation time does not grow with the number of blocks."""
+        """Compile each layer separately for training, so that compilation time does not grow with their number."""
         for block in self.blocks:
             block.compile(dynamic=False)
 
 
 def _in_training(block: nn.Module, layer: int, dropout: Dropout | None, x: Tensor, *given: Any) -> Tensor:
-    """What the block number `layer` maps `x` to in a training pass, with what else it is `given`.
+    """The output of layer number `layer` for `x` and further arguments `given`, in a training pass.
 
     A recomputed pass draws the same masks again.
     """

@@ -1,4 +1,4 @@
-# DEMix-DAPT adds the expert of a novel domain to a model with experts. Dense-DAPT makes one model per novel domain.
+# DEMix-DAPT adds the expert of a novel domain to a model with experts. Dense-DAPT trains one model per novel domain.
 RECEIVER, DENSE = THIS.receiver.name, CONFIG.adaptation.dense
 
 
@@ -6,8 +6,8 @@ rule adapt:
     input:
         model=RULES.model(RECEIVER),
         tokens=RULES.tokens(["{novel}"], "train", "dev"),
-        # These scores choose the parent. Adaptation does not change the losses of training domains under their own
-        # experts: metrics repeat them.
+        # The parent is chosen by these scores. Adaptation does not change the losses of training domains under their
+        # own experts, so metrics repeat them.
         scores=lambda wildcards: RULES.scores(RECEIVER, [wildcards.novel, *TRAINING]),
     output:
         manifest=f"{RUN}/models/{RECEIVER}/experts/{{novel}}.json",

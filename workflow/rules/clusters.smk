@@ -1,5 +1,5 @@
-# Clusters of the training domains' documents (c-BTM): fitted on a sample, then each document goes to its own.
-# Novel domains' documents are in no cluster.
+# Clusters of the training domains' documents (c-BTM): fitted on a sample, to which all documents are then assigned.
+# Documents of novel domains are in no cluster.
 
 
 rule fit_clusters:

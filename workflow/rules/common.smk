@@ -51,16 +51,16 @@ def print_summary():
     try:
         summary(Path(RUN))
     except DemixError as error:
-        # A run that has ended well stays one.
+        # A run that has succeeded must not fail here.
         print(f"demix summary {RUN}: {error}", file=sys.stderr)
 
 
 def captioned(item):
-    """The files of an item of the report, with its caption and what it shows in `snakemake --report`."""
+    """The files of a report element, with its caption and labels for `snakemake --report`."""
     caption = Path.cwd() / ".snakemake" / "captions" / f"{item.name}.rst"
 
     def category(wildcards):
-        # Snakemake reads a caption only from a file. It asks for this when a report is made, before it reads the file.
+        # Snakemake reads a caption only from a file. It calls this when a report is made, before it reads the file.
         caption.parent.mkdir(parents=True, exist_ok=True)
         caption.write_text(item.caption, encoding="utf-8")
         return item.category

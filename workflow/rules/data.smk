@@ -1,7 +1,7 @@
 # Raw text -> anonymized documents -> corpus splits -> tokens.
 
 
-# One pass over a part of a source that domains share leaves the raw text of each of them for the rule that reads it.
+# One pass over a part of a shared source writes the raw text of each of its domains, for the rule that reads it.
 rule divide:
     input:
         lambda wildcards: CONFIG.sources[wildcards.source].source.share(int(wildcards.part)),
@@ -10,7 +10,7 @@ rule divide:
     wildcard_constraints:
         source=one_of(THIS.shared),
     resources:
-        # A resource and not params: another domain reads the source by itself, and the text of the others stays.
+        # These are a resource, not params: if a domain is added, it reads the source by itself, and other text is kept.
         settings=lambda wildcards: RULES.division_settings(wildcards.source),
     params:
         division=lambda wildcards: RULES.as_json(RULES.division(wildcards.source)),
@@ -21,7 +21,8 @@ rule divide:
         " --raw {params.raw} --output {output} 2> {log}"
 
 
-# The config sets the number of parts of a source. Each part is one job, or on a cluster one of download and one of anonymize.
+# The config sets the number of parts of a source. Each part is one job, or, on a cluster, one job of download and one
+# of anonymize.
 if THIS.submitted:
 
     rule download:
@@ -67,7 +68,7 @@ else:
             " --raw {params.raw} --output {output.documents} --counts {output.counts} 2> {log}"
 
 
-# Novel domains are not an input: a new novel domain must not change the training domains.
+# Novel domains are not an input, because a new novel domain must not change the training domains.
 rule deduplicate:
     input:
         RULES.parts(TRAINING, "parquet"),
@@ -124,7 +125,7 @@ rule tokenize:
         "demix tokenize {input.documents} --tokenizer {input.tokenizer} --output {params.folder} 2> {log}"
 
 
-# A domain of a suite has no split but test.
+# A domain of a suite has only a test split.
 use rule split as hold_out with:
     output:
         f"{RUN}/corpus/{{domain}}/test.parquet",
@@ -143,7 +144,7 @@ use rule tokenize as tokenize_suite with:
         domain=one_of(THIS.suites),
 
 
-# The report compares how much of a domain's text each training domain holds with how well its expert predicts it.
+# The report compares a domain's overlap with each training domain with how well that domain's expert predicts it.
 rule overlap:
     input:
         RULES.tokens(TRAINING, "train"),

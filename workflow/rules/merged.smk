@@ -1,11 +1,11 @@
-# Models made of experts without training. Averages of the parameters of experts that are whole models: one by equal weights,
-# and one for each domain, by the cached prior of its dev split.
+# Models that are merged from experts without training. Averages of the parameters of experts that are whole models: one
+# with equal weights, and one for each domain with the cached prior of its dev split.
 
 
 rule average:
     input:
         lambda wildcards: RULES.model(wildcards.model),
-        # The scores whose cached prior weights the experts; none of an average by equal weights.
+        # The scores from which the cached prior is computed; none for an average with equal weights.
         lambda wildcards: RULES.scores(wildcards.model, wildcards.average.split("-")[1:]),
     output:
         f"{RUN}/models/{{model}}-{{average}}/model.json",
@@ -21,7 +21,7 @@ rule average:
         "demix average-experts {params.model} --experts {params.experts} {params.prior} --output {params.output} 2> {log}"
 
 
-# Experts as those among which tokens choose, but for those that adaptations add.
+# Experts merged into a token-routed model, without those that adaptations add.
 rule merge_routed:
     input:
         lambda wildcards: RULES.model(wildcards.model),

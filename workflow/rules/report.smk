@@ -1,4 +1,4 @@
-# Arithmetic on the score tables: mixtures, tables, figures, tracking.
+# Computations from the score tables: mixtures, tables, figures, tracking.
 from demix.report import report_items
 from demix.run.evaluated import chosen_on_dev
 
@@ -38,7 +38,7 @@ rule evaluate:
         " --tokenizer {input.tokenizer} --output {output.results} 2> {log}"
 
 
-# The same text in blocks of other lengths than those of training.
+# The same text with other context lengths than in training.
 rule contexts:
     input:
         lambda wildcards: RULES.context_scores(wildcards.domain),
@@ -52,7 +52,7 @@ rule contexts:
         " --output {output} 2> {log}"
 
 
-# The tables of single domains as one.
+# Joins the tables of single domains into one.
 rule table:
     input:
         lambda wildcards: RULES.joined(wildcards.table),
@@ -67,7 +67,7 @@ rule table:
 rule run_config:
     output:
         f"{RUN}/config.json",
-    # Commands know a run by this file.
+    # Commands recognise a run by this file.
     priority: 200
     params:
         settings=lambda wildcards: RULES.kept,

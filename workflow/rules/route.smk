@@ -1,4 +1,4 @@
-# How far each context is from the centres of a clustering: once for all models, temperatures and top-k.
+# The distances of each context to the centres of a clustering, computed once for all models, temperatures and top-k.
 rule route:
     input:
         clusterer=rules.fit_clusters.output,

@@ -1,5 +1,5 @@
-# One forward pass per (model, expert, domain, split). Every mixture is computed from the tables. The output of a job is a
-# manifest that has the digests of its tables (`demix.run.scoring` says which job makes which).
+# One forward pass per (model, expert, domain, split). Every mixture is computed from the tables. The output of a job is
+# a manifest with the digests of its tables (`demix.run.scoring` defines which job writes which tables).
 
 
 rule score:
@@ -20,7 +20,7 @@ rule score:
         " --manifest {output} 2> {log}"
 
 
-# Baselines that count: one job reads all text of an order's models, and scores it.
+# N-gram baselines: one job counts and scores all models of an order.
 rule score_ngrams:
     input:
         tokens=[*RULES.tokens(TRAINING, "train"), *RULES.tokens(DOMAINS, "dev", "test")],
@@ -36,7 +36,7 @@ rule score_ngrams:
         " 2> {log}"
 
 
-# Mixtures of columns of several models, from their tables.
+# Combined systems: mixtures of several models, computed from their tables.
 rule combine:
     input:
         lambda wildcards: RULES.combined_inputs(wildcards.system),

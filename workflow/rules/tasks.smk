@@ -1,4 +1,5 @@
-# Few-shot classification (c-BTM): examples once, the log-probabilities of labels once per model, all routings as arithmetic.
+# Few-shot classification (c-BTM): examples are prepared once, and labels scored once per model; all mixing methods are
+# computed from these scores.
 from demix.run.harness import harness_files, harness_routings, harness_settings, harness_tasks
 
 
@@ -15,7 +16,7 @@ rule examples:
         " --settings {params.settings:q} --output {output} 2> {log}"
 
 
-# A job for each task, so that one that is added to a finished run is scored by itself.
+# There is one job per task, so that a task that is added to a finished run is scored by itself.
 rule fewshot:
     input:
         model=lambda wildcards: RULES.model(wildcards.model),
@@ -33,7 +34,7 @@ rule fewshot:
         " --settings {params.settings:q} --output {output} 2> {log}"
 
 
-# Early: a task without data ends a run at its beginning, and not after its trainings.
+# This runs early, so that a task without data ends a run at its beginning, not after its trainings.
 rule harness_documents:
     input:
         harness_files(THIS),
@@ -64,7 +65,7 @@ rule harness:
         lambda wildcards: RULES.model(wildcards.model),
         lambda wildcards: RULES.harness_mixing(wildcards.model),
         harness_files(THIS),
-        # What the clusters of a model are is read there; most changes of it are of something else.
+        # The clusters of a model are read from this file; most changes of the file do not concern them.
         ancient([f"{RUN}/config.json"] if harness_routings(THIS) else []),
         documents=f"{RUN}/harness/documents.parquet",
         tokenizer=f"{RUN}/tokenizer.json",
@@ -73,7 +74,7 @@ rule harness:
     threads: CONFIG.threads
     params:
         settings=lambda wildcards: RULES.as_json(harness_settings(THIS, RULES.models[wildcards.model])),
-        # No option has it: a change of the context reruns the job, since config.json is ancient.
+        # No option contains the context. It is here so that a change of it reruns the job, as config.json is ancient.
         context=CONFIG.evaluation.routing_context[0] if harness_routings(THIS) else "",
         model=below_run("models/{model}"),
     shell:

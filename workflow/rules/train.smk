@@ -1,5 +1,6 @@
-# Models trained from scratch. The output of a training is the model's manifest, which is written last and has the digests
-# of all other files. Checkpoints are not outputs: Snakemake would delete outputs before a killed job resumes.
+# Models trained from scratch. The output of a training is the model's manifest, which is written last and has the
+# digests of all other files. Checkpoints are not outputs, because Snakemake would delete outputs before a killed job
+# resumes.
 
 
 rule sweep:
@@ -35,9 +36,9 @@ rule choose_rate:
         "demix choose-rate {input} --output {output} 2> {log}"
 
 
-# A training keeps the states that others begin with among its checkpoints, and this rule moves them. A training that ended
-# before a state was asked for kept none: its model is then trained again to that step, here and not in its own rule,
-# so that what was made of the model stays.
+# A training keeps, among its checkpoints, the states from which other trainings start; this rule moves them. If a
+# training ended before a state was requested, the state is missing. Its model is then trained again to that step, in
+# this rule and not in its own, so that everything that was made from the model is kept.
 rule seed:
     input:
         model=f"{RUN}/models/{{model}}/model.json",
@@ -92,7 +93,7 @@ rule train:
         " {resources.options} 2> {log}"
 
 
-# Experts that are whole models: one job for each.
+# Experts that are whole models: one training job per expert.
 use rule train as train_expert with:
     output:
         manifest=f"{RUN}/branches/{{model}}/{{expert}}/model.json",
@@ -105,7 +106,7 @@ use rule train as train_expert with:
         checkpoints=below_run("checkpoints/{model}/{expert}"),
 
 
-# The experts that are whole models, and were trained one by one, as one model.
+# Joins experts that are whole models, and were trained one by one, into one model.
 rule join:
     input:
         experts=lambda wildcards: RULES.part_files(RULES.models[wildcards.model], "branches", "model.json"),

@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al. 2019): masked language models, which go out and do not come in."""
+"""RoBERTa (Liu et al. 2019): masked language models, which can be exported but not imported."""
 
 import json
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from demix.data.vocabulary import tokens_of
 from demix.errors import DemixError
 from demix.model.format import ACTIVATIONS, ANY, Format, Key
 
-# The token that pads, which precedes the model's own, and the one that masks, which follows them.
+# The padding token, which precedes the model's own tokens, and the mask token, which follows them.
 PAD, MASK = "<pad>", "<mask>"
-# A logit that gives the tokens that demix's model does not have no probability, in half precision too.
+# A logit with probability 0, also in half precision, for the tokens that demix's model does not have.
 NEVER = -1e4
 
 
 @dataclass(frozen=True)
 class _Roberta(Format):
-    """RoBERTa's format: the padding token is the first type, and the token that masks is the last.
+    """RoBERTa's format: the padding token is the first id, and the mask token the last.
 
     RoBERTa counts positions from 1 if the padding token is number 0, and adds the embedding of a segment.
     """
@@ -62,7 +62,7 @@ class _Roberta(Format):
         content["added_tokens"] = [
             {"id": 0, "content": PAD, "lstrip": False, **own},
             *({**one, "id": one["id"] + self.shift} for one in added),
-            # As in fairseq, the white space before a mask belongs to what is filled in.
+            # As in fairseq, the white space before a mask belongs to the predicted token.
             {"id": mask, "content": MASK, "lstrip": True, **own},
         ]
         started = [{"SpecialToken": {"id": end, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
