@@ -58,8 +58,8 @@ class RopeScaling(Settings):
         "`low` turns in `context` is divided by `factor`, one of more than `high` is kept, others are interpolated)."
     )
     factor: Number = Field(ge=1, le=1e6, description="Divisor of the frequencies.")
-    low: Number = Field(default=1.0, gt=0, le=1e6, description="llama3: see `kind`.")
-    high: Number = Field(default=4.0, gt=0, le=1e6, description="llama3: see `kind`.")
+    low: Number = Field(default=1.0, gt=0, le=1e6, description="llama3: turns in `context`; see `kind`.")
+    high: Number = Field(default=4.0, gt=0, le=1e6, description="llama3: turns in `context`; see `kind`.")
     context: Positive = Field(default=8192, le=1 << 30, description="llama3: context length of pretraining.")
 
     def model_post_init(self, context: Any, /) -> None:

@@ -111,7 +111,7 @@ class KnownTasks:
 
         limit = self.asked.limit
         for name in self.names:
-            with hub.refused_as(f"task {name}", "has no data here", cure):
+            with hub.refused_as(f"task {name}", "has no local data", cure):
                 found = {
                     task: (str(made.VERSION), [one for _, one in made.doc_iterator(limit=get_sample_size(made, limit))])
                     for task, made in self.manager.load([name])["tasks"].items()
@@ -139,7 +139,7 @@ def evaluate_tasks(
     cure = "check the task's YAML file and its data, and the network if it uses it"
     refused = hub.refused_as(f"task {','.join(tasks.asked.tasks)}", "cannot be evaluated", cure)
     # The harness prints messages that are not results.
-    with redirect_stdout(sys.stderr), refused, within_memory("--batch-size", "give a smaller one"):
+    with redirect_stdout(sys.stderr), refused, within_memory("--batch-size", "use a smaller one"):
         results: dict[str, Any] = simple_evaluate(
             "demix",
             model_args={"seed": seed, **model},

@@ -59,7 +59,7 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
                 job_id = submit(job, cluster, entry)
                 _print_line(job, f"submitted job {job_id}")
             else:
-                _print_line(job, f"goes on in job {job_id}, which was submitted before")
+                _print_line(job, f"continues in job {job_id}, which was submitted before")
             try:
                 _wait(job, job_id)
             except _InterruptedError as interrupted:
@@ -191,7 +191,7 @@ def remove_collected(checkpoints: Path) -> None:
 
 
 def collect(job: TrainingJob) -> None:
-    """Move the results of the job to their final paths, one at a time. JSON files that describe others are last."""
+    """Move the results of the job to their final paths, one at a time; JSON files that describe others come last."""
     waiting = job.places.below(job.finished).results.values()
     for source, place in zip(waiting, job.places.results.values(), strict=True):
         files = [source] if source.is_file() else [path for path in source.rglob("[!.]*") if path.is_file()]

@@ -248,7 +248,7 @@ def open_model(
     if experts is not None and len({*experts}) < len(experts):
         raise DemixError("--experts", "names an expert twice", "name each expert once")
     _, encoder = tokenizer_of(directory, tokenizer)
-    refuse_masked(directory, "continues no text")
+    refuse_masked(directory, "cannot continue a text")
     if describe(directory).domain_tokens:
         raise DemixError(directory, "is a domain-token model, which has no experts to mix", "choose another model")
     trunks = load_experts(directory, None if experts is None else tuple(experts), device)

@@ -97,7 +97,7 @@ def export_mixture(
     and the model's parameters. Tensors that experts share are written once. README.md holds `card` and the instructions
     for loading. Raises DemixError as `export_hf` does, and for a model without experts to mix.
     """
-    refuse_routed(directory, "no mixture of outputs holds")
+    refuse_routed(directory, "cannot be exported as a mixture")
     names = expert_names(directory)
     if len(names) == 1:
         raise DemixError(directory, "has only one expert, not a mixture", f"export it with --expert {names[0]}")

@@ -58,8 +58,8 @@ def merge_routed(directory: Path, output: Path, experts: Sequence[str] = (), car
     described, anchored = describe(directory), learned_anchored(directory)
     experts = tuple(experts) or expert_names(directory)
     if not anchored:
-        refuse_routed(directory, "are routed already")
-    refuse_masked(directory, "has no states of a text that goes on")
+        refuse_routed(directory, "cannot be merged again")
+    refuse_masked(directory, "cannot become token-routed")
     if len(experts) + anchored < 2 or experts == (DENSE_EXPERT,):
         cure = "merge a model of kind demix, branched or anchored"
         raise DemixError(directory, "has only one expert, but a token-routed model needs several", cure)
@@ -154,7 +154,7 @@ def averaged(directory: Path, weights: Mapping[str, float], name: str = DENSE_EX
     Averages are computed in float64 and cast to the type of the experts; one expert is in memory at a time. Raises
     DemixError for weights that are negative or do not sum to 1, and for an unknown or damaged expert.
     """
-    refuse_routed(directory, "have no average")
+    refuse_routed(directory, "cannot be averaged")
     refuse_weights(weights)
     parents, described = parents_of(directory, weights), describe(directory)
     own: Tensors = {}

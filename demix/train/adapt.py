@@ -133,7 +133,7 @@ def _beginning(
     parent, priors, own_only = DENSE_EXPERT, dict[str, float](), trained == "feedforwards"
     origin: dict[str, Any] = {"parent": parent}
     if chosen is not None:
-        refuse_routed(directory, "no expert of a domain can join")
+        refuse_routed(directory, "cannot get a domain's expert")
         parent, own_only, origin = chosen["parent"], True, {**chosen}
         log.info("%s: likeliest expert %s (posterior %.3f)", domain, parent, chosen["parent_prior"])
         priors = chosen["priors"] if whole_models(directory) else {}
