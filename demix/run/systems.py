@@ -39,8 +39,8 @@ class Evaluated:
     """The score tables of one model on a domain, and the sets of experts to evaluate on these tables.
 
     A column named model/column belongs to another model. `sets` is empty for a model with one column; for a domain's
-    own token it has one set of one expert. `model` and `seed` are the values of these columns in results. `folder` is the
-    folder of the tables below scores/. `merged` says how a merged model, the table's only column, was made from the
+    own token it has one set of one expert. `model` and `seed` are the values of these columns in results. `folder` is
+    the folder of the tables below scores/. `merged` says how a merged model, the table's only column, was made from the
     model's experts (`demix.run.models`). `top_k` is the number of experts per token and layer; 0 means as in training.
     `without` is the expert that no token uses. With `test_only` there is no dev split.
     """
