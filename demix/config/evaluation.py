@@ -157,7 +157,7 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
         default_factory=absent,
         min_length=1,
         description="Context lengths (T) at which the test splits are scored and evaluated by position, such as "
-        "[256, 512, 1024]. A model with learned positions is left out where they are longer than "
+        "[256, 512, 1024]. Models with learned positions are left out at lengths beyond "
         "architecture.context.",
     )
     experts_top_k: DistinctItems[Positive | Literal["all"]] = Field(

@@ -144,8 +144,8 @@ class OptimizerRecipe(Settings):
     )
     dropout: Annotated[Number, Field(ge=0, lt=1)] | None = Field(
         default_factory=absent,
-        description="Fraction of the units added to the residual stream by attention and feedforwards that training "
-        "drops, as in OPT (c-BTM: 0.1). Scores and losses on dev use no dropout. Default: 0.",
+        description="Dropout rate of the outputs of attention and feedforwards before they are added to the residual "
+        "stream, as in OPT (c-BTM: 0.1). Scores and losses on dev use no dropout. Default: 0.",
     )
 
 
