@@ -110,6 +110,7 @@ def write_run(folder: Path, domains: tuple[str, ...]) -> None:
     made = with_models(Run.read(folder / "frozen"), folder / "run", "demix", "dense", seeds=[1], **removal)
     keys = made.config.values
     training = dict.fromkeys(domains, keys["domains"]["training"]["parliament"])
+    keys |= {"training": keys["training"] | {"tokens": 2560 * len(domains)}}
     with_keys(made.folder, keys | {"domains": {"training": training, "novel": keys["domains"]["novel"]}})
     for table in ("results", "differences", "priors", "posteriors", "corpus/overlap"):
         rewrite(made, table, lambda rows: of_domains(rows, domains))
@@ -131,11 +132,11 @@ def of_domains(rows: pd.DataFrame, domains: tuple[str, ...]) -> pd.DataFrame:
             alone[alone["domain"] == "parliament"].assign(domain=name).replace("minus-parliament", f"minus-{name}")
         )
         parts += [others[others["domain"] != "parliament"].assign(expert=name)] if len(others) else []
-        parts += [
-            others[others["domain"] == "parliament"].assign(domain=name, expert=other)
-            for other in domains
-            if other != name and len(others)
-        ]
+        pair, rest = others[others["domain"] == "parliament"], [other for other in domains if other != name]
+        if len(pair):
+            experts_of = np.repeat(rest, len(pair))
+            repeated = pair.iloc[np.tile(np.arange(len(pair)), len(rest))]
+            parts.append(repeated.assign(domain=name, expert=experts_of))
     return pd.concat([alone[alone["domain"] != "parliament"], *parts], ignore_index=True)
 
 

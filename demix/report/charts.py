@@ -16,7 +16,7 @@ import vl_convert
 
 from demix.files import replacing, write_text
 from demix.report.ranking import Entry, Ranking
-from demix.report.read import Domains, read_metrics
+from demix.report.read import MAX_SHOWN, Domains, read_metrics
 from demix.report.run_data import RunData
 from demix.report.table import render
 from demix.run.run import Run
@@ -267,8 +267,6 @@ def _record(entry: Entry, domains: Domains) -> dict[str, Any]:
 CELL_WIDTH, CELL_HEIGHT = 50, 26
 TRACE_WIDTH = 240
 BLOCKS_SHOWN = 100
-# The most domains, and the most experts, of a figure: more cells could not be distinguished.
-MAX_SHOWN = 64
 PROBABILITY_LEGEND = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f")
 SHARE_LEGEND = alt.Legend(title="share", format=".0%", titlePadding=8)
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from demix.errors import DemixError
 from demix.evaluate.columns import COLUMNS, DIFFERENCES, POSTERIORS, PRIORS, TASKS
-from demix.files import is_made, read_json, read_json_lines, read_parquet
+from demix.files import is_made, read_json, read_json_lines
 from demix.files.database import ask
+from demix.files.parquet import parquet_reader
 from demix.progress import so_many
 from demix.report import needs
 from demix.report.needs import Need
@@ -88,11 +91,12 @@ class Results:
     @cached_property
     def by_seed(self) -> dict[int, "Results"]:
         """The rows of each seed."""
-        return {seed: Results(rows, self.path) for seed, rows in self.rows.groupby("seed")}
+        return {seed: self.of_seed(seed) for seed in sorted(self.rows["seed"].unique())}
 
     def of_seed(self, seed: int) -> "Results":
         """The rows of one random seed."""
-        return Results(self.rows[self.rows["seed"] == seed], self.path)
+        kept = self.rows["seed"] == seed
+        return self if kept.all() else Results(self.rows[kept], self.path)
 
     @cached_property
     def evaluations(self) -> pd.DataFrame:
@@ -116,6 +120,8 @@ class Results:
             group by all order by all""",
             results=self.rows,
         )
+        # Categories share their texts; otherwise a million rows would have six million of them.
+        found = found.astype(dict.fromkeys(found.loc[:, :"domain"], "category"))
         return found.set_axis(_flat(found.loc[:, :"domain"].itertuples(index=False, name=None)))
 
     def of(self, system: ByDomain, domains: Iterable[str]) -> pd.DataFrame:
@@ -148,6 +154,8 @@ def _flat(keys: Iterable[tuple[str | int, ...]]) -> pd.Index:
     return pd.Index(list(keys), tupleize_cols=False, dtype=object)
 
 
+# The most domains, and the most experts, of a figure: more cells could not be distinguished.
+MAX_SHOWN = 64
 Bounds = Mapping[tuple[str, ...], tuple[float, float]]
 
 
@@ -191,19 +199,21 @@ _VARIANT = ("top_k", "variant", "decay", "dev_blocks", "context", "temperature",
 @dataclass(frozen=True)
 class RowsFile:
     """A kind of Parquet file: its path below a run's folder ({} is a training domain), its columns, the columns that
-    identify a row (none: rows may be equal), and the requirement for a run to have the file."""
+    identify a row (none: rows may be equal), the requirement for a run to have the file, and whether a report reads
+    only the rows of the domains and experts that figures show (of all pairs of 1,024 domains there are gigabytes)."""
 
     path: str
     columns: Collection[str]
     key: tuple[str, ...] = ()
     need: Need | None = None
+    only_shown: bool = False
 
 
 _FOUND = ("task", "domain", "documents", "long_documents", "found_documents", "ngrams", "found_ngrams")
 FILES = {
     "results": RowsFile("results.parquet", COLUMNS, (*_SYSTEM, *_VARIANT)),
-    "priors": RowsFile("priors.parquet", PRIORS, _EXPERT),
-    "posteriors": RowsFile("posteriors.parquet", POSTERIORS, (*_EXPERT, "decay", "split", "block")),
+    "priors": RowsFile("priors.parquet", PRIORS, _EXPERT, only_shown=True),
+    "posteriors": RowsFile("posteriors.parquet", POSTERIORS, (*_EXPERT, "decay", "split", "block"), only_shown=True),
     "differences": RowsFile("differences.parquet", DIFFERENCES, (*_SYSTEM, "against", "domain", "seed")),
     "overlap": RowsFile(
         "corpus/overlap.parquet",
@@ -216,15 +226,22 @@ FILES = {
 }
 
 
-def read_rows(path: str | Path, kind: str) -> pd.DataFrame:
-    """The rows of a Parquet file of a run. `kind` is a key of `FILES`: results (also of suites), priors, posteriors, …
+def read_rows(path: str | Path, kind: str, names: Collection[str] | None = None) -> pd.DataFrame:
+    """The rows of a Parquet file of a run, or only those whose domain and expert are in `names`.
 
-    Raises DemixError if a column is missing or a row is doubled.
+    `kind` is a key of `FILES`: results (also of suites), priors, posteriors, … Raises DemixError if a column is missing
+    or a row is doubled.
     """
-    file, table = FILES[kind], read_parquet(path)
-    if missing := [name for name in file.columns if name not in table.column_names]:
-        raise DemixError(path, f"has no column {', '.join(missing)}", "rerun the evaluation with this version of demix")
-    rows = table.to_pandas()
+    file = FILES[kind]
+    with parquet_reader(path) as stored:
+        if missing := [name for name in file.columns if name not in stored.schema_arrow.names]:
+            cause = f"has no column {', '.join(missing)}"
+            raise DemixError(path, cause, "rerun the evaluation with this version of demix")
+        parts = (pa.Table.from_batches([batch]) for batch in stored.iter_batches())
+        if names is not None:
+            wanted = pc.field("domain").isin([*names]) & pc.field("expert").isin([*names])
+            parts = (part.filter(wanted) for part in parts)
+        rows = pa.concat_tables([stored.schema_arrow.empty_table(), *parts]).to_pandas()
     if file.key and (doubled := rows.duplicated([*file.key])).any():
         domain = rows.loc[doubled, "domain"].iloc[0]
         cause = f"has rows of {domain} twice: the evaluation of one domain is in the place of another's"

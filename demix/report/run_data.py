@@ -16,6 +16,7 @@ from demix.report.needs import SUITES
 from demix.report.paper import scale_note
 from demix.report.read import (
     FILES,
+    MAX_SHOWN,
     Bounds,
     Domains,
     Parent,
@@ -177,7 +178,8 @@ class RunData:
             file = FILES[kind]
             names = self.run.training if file.need is None or file.need.met(self.run) else ()
             paths = dict.fromkeys(self.run.folder / file.path.format(name) for name in names)
-            parts = [read_rows(path, kind) for path in paths]
+            shown = (*self.training[:MAX_SHOWN], *self.novel[:MAX_SHOWN]) if file.only_shown else None
+            parts = [read_rows(path, kind, shown) for path in paths]
             vars(self)[kind] = pd.concat(parts, ignore_index=True) if len(parts) > 1 else (*parts, pd.DataFrame())[0]
         found: pd.DataFrame = vars(self)[kind]
         return found

@@ -13,7 +13,6 @@ from demix.progress import so_many
 from demix.report.charts import (
     CELL_RANGE,
     COLOURS,
-    MAX_SHOWN,
     POINTS,
     PROBABILITY_LEGEND,
     by_line,
@@ -28,7 +27,7 @@ from demix.report.charts import (
     token_axis,
     training_curves,
 )
-from demix.report.read import read_metrics
+from demix.report.read import MAX_SHOWN, read_metrics
 from demix.report.run_data import Relation, RunData, relation
 from demix.report.systems import before_dense_dapt
 from demix.run.models import adapted
