@@ -31,17 +31,18 @@ from demix.run.systems import System, added
 # On the interval of a domain with fewer than 20 test documents.
 WITHIN_NOTE = (
     "Such an interval shows how other text of the same documents could change the number. An interval over documents "
-    "would be wider, since other documents differ more."
+    "would be wider."
 )
 INTERVAL_NOTE = (
     "Below a perplexity is its 95% interval, from resampling the domain's test documents, each with all of its chunks. "
-    "The interval shows how other test documents could change the number, not how another training could. If a domain "
-    "has fewer than 20 test documents, stretches of sqrt(N) of its N test tokens are resampled instead, within these "
-    f"documents. {WITHIN_NOTE} A text of fewer than 400 tokens has no interval."
+    "It shows how other test documents could change the number, not how another training could. If a domain has fewer "
+    "than 20 test documents, stretches of sqrt(N) consecutive tokens are resampled, where N is the number of its test "
+    "tokens; an interval over documents would be wider. A text of fewer than 400 tokens has no interval."
 )
 MEAN_NOTE = (
-    "Below a number is its 95% interval, from resampling test documents, if every domain has one. For a change, both "
-    "models use the same resamples. Significant: domains where the whole interval of the difference is below zero."
+    "Below a number is its 95% interval, from resampling test documents, if every domain has an interval. The interval "
+    "of a change resamples the same documents for both models. “significant” counts the domains where the whole "
+    "interval of the difference is below zero."
 )
 
 
@@ -150,7 +151,7 @@ def by_system(results: Results, systems: Mapping[str, System], domains: list[str
     counted = ", ".join(f"{name} {documents:,.0f} ({pieces:,.0f})" for name, documents, pieces in known)
     honest = frame.drop(index=[label for label in systems if label.endswith("oracle)")])
     table = Table(frame, best=lowest(honest, axis=0), **_explained(beneath.T, results))
-    return table.noted(f"Test documents (in parentheses: their scored chunks): {counted}.") if counted else table
+    return table.noted(f"Scored test documents (in parentheses: their chunks): {counted}.") if counted else table
 
 
 def _each(
@@ -194,8 +195,8 @@ def seed_note(run: Run) -> tuple[str, ...]:
     if not model.settings.seed_tokens:
         return ()
     return (
-        f"{model.label} and −Domain start from the dense model {model.parent} as it was after "
-        f"{model.settings.seed_tokens:,} tokens, which came from every domain. This weakens the removal of a domain.",
+        f"{model.label} and −Domain start from the model {model.parent}, trained on {model.settings.seed_tokens:,} "
+        "tokens of all training domains. Removing an expert or a domain therefore has a smaller effect.",
     )
 
 

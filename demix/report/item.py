@@ -3,6 +3,7 @@
 This module does not load pandas, altair or jinja2, since the workflow reads it to know the files of a report.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,11 +21,22 @@ if TYPE_CHECKING:
 
 # Suffixes of files, each with the name of the format in Snakemake's report; empty for files that it does not show.
 Formats = tuple[tuple[str, str], ...]
+# The note below every table and below the claims. The first page has the whole text, `demix.report.paper.scale_note`.
+SCALE = "Data, budget and scale are not the paper's: compare only rankings (see the report's first page, index.html)."
 
 
 def paragraphs(function: "Callable[[RunData], Any]") -> list[str]:
     """The paragraphs of a function's docstring, each as one line."""
     return [" ".join(paragraph.split()) for paragraph in cleandoc(function.__doc__ or "").split("\n\n")]
+
+
+def defined(note: str, shown: str) -> str:
+    """`note` without its definitions (sentences that begin with “term”:) of terms that `shown` does not contain.
+
+    A definition ends where the next one begins. The last letter of “top-k” and “last n” stands for a number.
+    """
+    parts = [(re.match("“(.+?)”:", part), part) for part in re.split(r"(?<=\.) (?=“)", note)]
+    return " ".join(part for term, part in parts if not term or term[1].rstrip("kn").lower() in shown.lower())
 
 
 @dataclass(frozen=True)
@@ -79,17 +91,21 @@ class TableItem(Item):
     formats: Formats = (("html", "HTML"), ("md", ""), ("tex", "LaTeX"))
 
     def made(self, data: "RunData") -> "Table":
-        """The table without empty lines, with the paper's numbers if the paper has this table."""
+        """The table without empty lines, with the paper's numbers if the paper has this table.
+
+        Its notes define only the terms that are in its rows, columns or cells of text.
+        """
         from demix.report.paper import with_paper
 
         caption, *notes = paragraphs(self.make)
-        table = replace(self.make(data), name=self.name, title=self.title, caption=caption).noted(*notes)
-        return with_paper(table.filled(), data.run)
+        table = replace(self.make(data), name=self.name, title=self.title, caption=caption).filled()
+        notes = [defined(note, table.frame.to_string()) for note in notes]
+        return with_paper(table.noted(*filter(None, notes)), data.run)
 
     def write(self, data: "RunData", output: Path) -> None:
         from demix.report.table import write_table
 
-        write_table(self.made(data).noted(data.scale_note), output / self.folder)
+        write_table(self.made(data).noted(SCALE), output / self.folder)
 
 
 @dataclass(frozen=True)

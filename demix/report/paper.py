@@ -16,12 +16,6 @@ from demix.report.table import Table
 from demix.run.run import Run
 from demix.settings import written
 
-PRINTED_MIXTURES = (
-    "The paper's mixtures are compared with our released scorer or released weights, since the paper's Eq. 5 and 6 "
-    "(weights from all earlier tokens of a block) cannot give the printed numbers: by these equations, a uniform prior "
-    "costs a block of 1,024 tokens at most ln 8 nats more than any other prior over 8 experts, a factor of "
-    "8^(1/1024) = 1.002 in perplexity. In the paper's Table 5 uniform and cached prior differ by 24.5 / 21.4 = 1.145."
-)
 # The paper's names of the sizes in Table 2, by preset.
 SIZES = {"gpt3-small": "125M", "gpt3-medium": "350M", "gpt3-large": "760M", "gpt3-xl": "1.3B"}
 
@@ -60,12 +54,13 @@ def scale_note(results: Results, run: Run) -> str:
         f"{run.config.training.tokens:,} training tokens per model",
     ]
     return (
-        "Data, budget and scale differ from the paper, architecture and optimizer only if the config says so. "
-        f"This run ({run.name}): "
+        "This run differs from the paper in data, budget and scale. Architecture and optimizer are the paper's unless "
+        f"the config sets others. This run ({run.name}): "
         + ", ".join(parts)
         + (f", {seeds} seeds" if (seeds := len(results.by_seed)) > 1 else ", one seed")
         + ". The paper: 8 training and 8 novel domains (its own), dense models of 125M to 1.3B parameters, blocks of "
-        "1,024 tokens, a vocabulary of 50,264, about two days on 32 to 128 GPUs per model. Compare only the rankings."
+        "1,024 tokens, a vocabulary of 50,264, about two days on 32 to 128 GPUs per model, one seed. So compare only "
+        "the order of methods with the paper, not values."
     )
 
 
@@ -89,10 +84,8 @@ def with_paper(table: Table, run: Run) -> Table:
         blank = [np.nan if frame[column].dtype.kind in "fi" else " " for column in frame]
         frame.loc[name] = [values.get(column, empty) for column, empty in zip(frame, blank, strict=True)]
     means = {name for name in rows if name.startswith(f"{label}: mean")}
-    which = f"its {SIZES[size]} model" + ("" if size == preset else ", the smallest of this table")
+    smallest = "" if size == preset else " (the smallest in the paper's table)"
     formats = table.formats | dict.fromkeys(columns, "{:.1f}")
     return replace(table, frame=frame, summaries=table.summaries | means, formats=formats).noted(
-        f"“{label}”: the number that the paper prints for {which}, on its own domains (some here are later or other "
-        "releases), after about two days of training on 32 to 128 GPUs, with one random seed.",
-        *([PRINTED_MIXTURES] if table.name != "table13" else []),
+        f"“{label}”: the paper's number for its {SIZES[size]} model{smallest}, on the paper's own text, with one seed."
     )

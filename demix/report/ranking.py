@@ -176,7 +176,8 @@ class Ranking:
             return f"This run has no numbers for {dense.label}, the baseline of all comparisons."
         begin = f"Of {self.models} models at equal training FLOPs"
         if (rival := self.next) and rival.first.mean < best.first.mean:
-            begin = f"{rival.label} has {rival.first.mean:.2f} on the {training.said}; no model is below it. {begin}"
+            lowest = f"{rival.label} has the lowest mean perplexity on the {training.said}, {rival.first.mean:.2f}."
+            begin = f"{lowest} {begin} (n-grams, caches and combined models do not count)"
         if best.system.model == dense.system.model:
             nearest = self.next
             more = f"; the next, {nearest.label}, is {_against(nearest.first.change)} it" if nearest else ""
@@ -210,7 +211,7 @@ class Ranking:
         ]
         lower = [mine < dense for mine, dense in means if not math.isnan(mine + dense)]
         if len(lower) > 1:
-            yield f"{best.label} is below {self.dense.label} in {sum(lower)} of {len(lower)} seeds; the first is shown."
+            yield f"{best.label} is below {self.dense.label} in {sum(lower)} of {len(lower)} seeds; the own is shown."
 
 
 def _against(change: float) -> str:

@@ -13,7 +13,6 @@ from demix.files import check_sealed, read_json
 from demix.query.ask import Answers
 from demix.query.views import QueryRun
 from demix.report.needs import SUITES
-from demix.report.paper import scale_note
 from demix.report.read import (
     FILES,
     MAX_SHOWN,
@@ -275,11 +274,6 @@ class RunData:
         """The answer to a query of `demix sql` on the run."""
         with Answers([QueryRun(self.run.name, self.run)]) as answers, answers.ask(query) as found:
             return found.read_pandas()
-
-    @cached_property
-    def scale_note(self) -> str:
-        """The differences between this run and the paper in data, budget and scale."""
-        return scale_note(self.results, self.run)
 
     def read(self) -> "RunData":
         """This object after reading all files of the run. Raises DemixError for a missing or damaged file."""

@@ -16,6 +16,8 @@ import pandas as pd
 Verdict = Literal["shown", "weak", "mixed", "not shown", "cannot be judged"]
 # The probability of one or more false claims in a family (the papers' or ours) that Holm's correction allows.
 LEVEL = 0.05
+# The sentence of the cells of a comparison, by their number.
+NUMBERS = {1: "{}.".format, 4: "{}; change: {}; 95% interval: {}; domains that agree: {}.".format}
 # Half of a 95% interval in standard errors.
 HALF = 1.96
 # Parameters that adaptation does not change give the same scores up to the order of sums.
@@ -104,12 +106,12 @@ class Claim:
         shown = [rival for rival, found in verdicts.items() if found == {"shown"}]
         if not shown or self.verdict not in ("shown", "mixed"):
             return self.verdict
-        return f"{'shown' if self.verdict == 'shown' else 'mixed, shown'} against {', '.join(shown)}"
+        return f"{'shown' if self.verdict == 'shown' else 'mixed: shown'} compared with {', '.join(shown)}"
 
     @property
     def numbers(self) -> str:
         """The numbers that decide, as sentences."""
-        found = [text for part in self.parts for text in ("; ".join(part.cells) + ".", part.seeds) if text]
+        found = [text for part in self.parts for text in (NUMBERS[len(part.cells)](*part.cells), part.seeds) if text]
         return " ".join([*found, *[self.corrected] * bool(self.corrected)])
 
     @property
@@ -156,7 +158,7 @@ def compare(
     """
     both = pd.DataFrame({"value": values, "other": others}).dropna()
     if both.empty:
-        return Part(False, 0, 0, (f"{label} against {other_label}: no numbers",))
+        return Part(False, 0, 0, (f"{label} and {other_label}: no numbers",))
 
     def holds(value: Any, other: Any) -> Any:
         if allowance:
@@ -178,7 +180,7 @@ def compare(
         sure = int(((bounds["low"] > 0) if higher else (bounds["high"] < 0)).sum())
         agreed += f" ({sure} of {len(bounds)})"
     cells = (
-        f"{label} {value:.2f} against {other_label} {other:.2f}: {how}",
+        f"{label}: {value:.2f}; {other_label}: {other:.2f}; claimed: {how}",
         as_percent(value / other - 1),
         " to ".join(as_percent(bound / other) for bound in interval) if interval else "–",
         agreed,

@@ -138,16 +138,17 @@ def own_cluster_best(data: RunData) -> Iterator[Part]:
 
 def _best(ratios: pd.Series, of: str) -> Part:
     """Whether own experts are best, by the ratio of the best other expert's perplexity to the own expert's."""
-    label = f"{of}Perplexity of the best other expert, divided by that of the own expert,"
-    return compare(label, ratios, "a ratio of", pd.Series(1.0, ratios.index), higher=True)
+    label = f"{of}perplexity of the best other expert, divided by the own expert's"
+    return compare(label, ratios, "equal experts", pd.Series(1.0, ratios.index), higher=True)
 
 
 def overlap_correlates(data: RunData) -> Iterator[Part]:
     found = relation(data.pairs, "training", own=True)
     r, known = -found.pearson, np.isfinite(found.pearson)
     sentence = (
-        f"Pearson r = {r:.2f} of the share of bigrams with minus the log perplexity ratio, over {found.pairs} pairs of "
-        f"domain and expert (p = {found.permutation_p:.2g} for Spearman's correlation, by permuting whole domains)"
+        f"Pearson r = {r:.2f} between share of bigrams and minus the log perplexity ratio, over {found.pairs} pairs of "
+        f"domain and expert, own experts included. A permutation of whole domains gives p = {found.permutation_p:.2g} for "
+        "Spearman's correlation"
         if known
         else "Overlap of bigrams and perplexities of single experts: no numbers"
     )
@@ -164,7 +165,7 @@ def adapts(data: RunData) -> Iterator[Part]:
     own = (before_adding(data.run)[0], added(data.run)[0])
     old, new = (data.results.perplexities(one, data.training) for one in own)
     # The parameters do not change; sums in another order differ in the last digits.
-    yield compare("Training domains by their own experts after adaptation", new, "before", old, allowance=0.0002)
+    yield compare("Training domains, each by its own expert, after adaptation", new, "before", old, allowance=0.0002)
 
 
 def like_never_trained(data: RunData) -> Iterator[Part]:
@@ -172,7 +173,7 @@ def like_never_trained(data: RunData) -> Iterator[Part]:
     systems = (before_removal(data.run), without_expert(data.run), without_domain)
     whole, without, never = (data.results.perplexities(one, data.training) for one in systems)
     label = "Difference in perplexity between −Expert and −Domain"
-    yield compare(label, (without - never).abs(), "the difference between −Expert and +Expert", (without - whole).abs())
+    yield compare(label, (without - never).abs(), "between −Expert and +Expert", (without - whole).abs())
 
 
 def merged_forget(data: RunData) -> Iterator[Part]:
@@ -184,5 +185,5 @@ def merged_forget(data: RunData) -> Iterator[Part]:
 
     own = costs(before_removal(run), without_expert(run))
     for whole in merged_whole(run).values():
-        label = f"Perplexity without the domain's expert, divided by that with it: {whole.label}"
+        label = f"Perplexity without the domain's expert, divided by perplexity with it, of {whole.label}"
         yield compare(label, costs(whole, without_choice(whole)), run.whole.label, own, higher=True)

@@ -21,9 +21,7 @@ ITEMS: tuple[Item, ...] = (
     TableItem("further", "ablations", "Ablations: mixing rules, priors, number of experts, temperature"),
     TableItem("further", "tasks", "Classification tasks, benchmarks and suites", (needs.ANY_TASK,)),
     TableItem("families", "families", "All models: mean test perplexity"),
-    FigureItem(
-        "figures", "figure2", "Figure 2: how well each expert predicts each domain, and the bigrams that both share"
-    ),
+    FigureItem("figures", "figure2", "Figure 2: how well each expert predicts each domain, and shared bigrams"),
     FigureItem("figures", "figure4", "Figure 4: how the cached prior weights the experts for each domain"),
     FigureItem("figures", "figure6", "Figure 6: adapting to a novel domain with and without forgetting", NOVEL),
     FigureItem("figures", "figure7", "Figure 7: the posterior over experts, block by block, on the training domains"),
@@ -42,7 +40,7 @@ ITEMS: tuple[Item, ...] = (
     PageItem(
         "pages",
         "claims",
-        "Claims of the paper, judged on this run",
+        "Claims of the papers and of this project, judged on this run",
         formats=(("html", "HTML"), ("md", "")),
         category="Claims",
     ),

@@ -32,18 +32,19 @@ GRID = {"columns": 3, "spacing": 24, "align": "each"}
 
 def families(data: RunData) -> Table:
     """Mean test perplexity of each model (rows; lower is better) over the training domains and over the novel domains.
-    The columns “%” and “lower” compare a model with the model under Against: the change in percent, and the number of
-    domains where perplexity is lower. Against is Dense (Balanced) (no experts, equal tokens of each domain), the model
-    with as many balanced clusters, or the same model without its special architecture options.
+    The columns “%” and “lower” compare the model with the baseline that the column Against names: the change in
+    percent, and the number of domains where perplexity is lower. The baseline is Dense (Balanced) (no experts, equal
+    tokens of each domain), a model with the same number of balanced clusters, or the same model without its special
+    architecture options.
 
-    Mixed by: each model mixes its experts by the rule of its paper, and no parameter of this rule is chosen on data.
-    Experts of domains use “cached history”: the weights at the start of a block (context window) are a prior that was
-    estimated on the domain's dev split; the weight at a later token is the posterior probability of the expert after
-    the earlier tokens of the block. Experts of clusters use “cluster” if the config's key evaluation.weights has it:
-    the weights follow from the distance of the text so far to each expert's cluster.
+    Each model mixes its experts by the rule of its paper. “cached prior”: the weights at the start of a block (context
+    window) were estimated on the domain's dev split; the weight at a later token is the expert's posterior probability
+    after the earlier tokens of the block. “cluster”: the weights depend on the distance of the text so far to each
+    expert's cluster. Experts of clusters use this rule if the config's key evaluation.weights lists it, and otherwise
+    the cached prior.
 
-    Tokens: the training tokens of all experts together, those of a dense warm start included. In a dense warm start,
-    one dense model trains first, and every expert starts from its parameters.
+    Tokens: the training tokens of all experts together, including those of a dense warm start. In a dense warm start,
+    one dense model is trained first, and every expert starts from its parameters.
     """
     run = data.run
     known, alike, balanced = families_of(run), variant_rows(run), dict(balanced_pairs(run))
@@ -58,7 +59,7 @@ def families(data: RunData) -> Table:
             (system, base),
             {
                 "Experts": f"{len(family.model.experts)} {what}" if mixed and not merged else family.chosen,
-                "Mixed by": " ".join(filter(None, (system.method, system.weights))) if mixed else "",
+                "Mixed by": system.label.rpartition(" (")[2].removesuffix(")") if mixed and not merged else "",
                 "Tokens": float(family.tokens + sum(one.tokens for one in known.values() if one.model.name == merges)),
             },
         )
@@ -70,11 +71,11 @@ def families(data: RunData) -> Table:
     begun = [one.model.label for one in known.values() if one.model.base.initial]
     notes += [f"Tokens of the imported models from which {', '.join(begun)} started do not count."] * bool(begun)
     if False in routed:
-        notes.append("Averaged: one model, whose parameters are the weighted mean of the experts' parameters.")
+        notes.append("Averaged: one model whose parameters are the weighted mean of the experts' parameters.")
     if True in routed:
         notes.append(
-            "Merged-routed: in every layer each token chooses two experts, of which one may be the anchor (the frozen "
-            "parent feedforward). The routers were trained with the experts; the merge trains nothing."
+            "Merged-routed: in every layer each token chooses two experts, one of which may be the anchor (the frozen "
+            "feedforward of the parent). The routers were trained with the experts; the merge trains nothing."
         )
     if routed:
         notes.append("Merged models exist only for the run's own seed and are compared with models of this seed.")

@@ -89,24 +89,24 @@ where evaluations.top_k = 0 and expert = '' order by place, source_place
 
 def ablations(data: RunData) -> Table:
     """Mean test perplexity (lower is better) of mixtures of experts with one setting changed (rows), and its change in
-    percent from the same mixture with the setting of the other tables. The settings are the tokens that set the weights
-    of the experts, the prior's decay λ and its number of dev blocks, the number of experts per token, and the
-    temperature τ of clusters. As in Table 9 of the c-BTM paper.
+    percent from the same mixture with the setting that all other tables use.
 
-    Prior: the weights of the experts at the start of a block (context window): uniform; updating (a decayed average of
-    the posteriors after earlier blocks); cached (estimated on the domain's dev split, then fixed); or fitted (the fixed
-    weights with the lowest loss on the dev split). Static: the prior stays the weight of every token. Last n tokens:
-    only these tokens of the block change the weights. Tempered: all earlier text does, where older tokens count less.
-    Switching: the weights are the posterior of a chain that may change its expert at each token. In hindsight: the best
-    expert of each block (a lower bound for the paper's rule) or of each token (a lower bound for every mixture), found
-    with the test text.
+    Prior: the weights of the experts at the start of a block (context window). It is uniform, updating (a decayed
+    average of the posteriors after earlier blocks), cached (estimated on the domain's dev split, then fixed) or fitted
+    (the fixed weights with the lowest dev loss). “static”: the prior gives the weights at every token. “last n”: only
+    these tokens of the block change the weights. “tempered”: all earlier text changes the weights, older tokens less.
+    “switching”: the posterior over experts of a hidden Markov model (fixed share) that may change its expert at each
+    token. “in hindsight”: the expert that is best on each block (a lower bound for the paper's rule) or token (a lower
+    bound for every mixture) of the test text. “released weights”: as in the authors' code, only the prior and the
+    previous token set the weights, which are equal at a block's first token. “released scorer”: priors are computed as
+    in that code, too. For DEMix it reads a block's posterior at its last position, averages it over a batch of blocks,
+    and multiplies the old mean by 0.7 in place of λ; for clusters it squares distances twice. “top-k”: at each token
+    only the k experts with the largest weights are mixed. In a token-routed model each token chooses k experts in each
+    layer.
 
-    A row with another rule of DEMix is compared with the rule of the paper, the posterior after all earlier tokens of
-    the block (Eq. 5 and 6), under the same prior. Rows with a fitted prior are compared with the cached prior, rows in
-    hindsight with the uniform prior. Released weights follow the authors' published code: only the previous token sets
-    the weights, and they are equal at the start of a block. Released scorer: in addition, the posterior of a block is
-    the one at its last position, averaged over the blocks of a batch, and the running mean of these posteriors decays
-    by 0.7. For clusters, the released scorer squares distances twice.
+    A rule of DEMix is compared with the paper's rule (Eq. 5 and 6: the posterior after all earlier tokens of the block)
+    under the same prior, a fitted prior with the cached prior, hindsight with the uniform prior. “τ”: the temperature
+    of clusters, varied as in Table 9 of the c-BTM paper.
 
     All numbers are of the run's own random seed. To pick the lowest of several rows is to choose on test data.
     """
@@ -134,9 +134,7 @@ def ablations(data: RunData) -> Table:
         frame,
         notes=(
             f"In the other tables the prior's decay λ is {settings.decay:g}, a cached prior uses {settings.dev_blocks} "
-            f"dev blocks (in the paper 100), and the temperature τ of clusters is {settings.temperature:g}. top-k: at "
-            "each token only the k experts with the largest weights are mixed; in a token-routed model each token "
-            "chooses k experts in each layer.",
+            f"dev blocks (100 in the paper), and the temperature τ of clusters is {settings.temperature:g}.",
         ),
         formats={"%": "{:+.2f}"},
         long=len(frame) > 40,

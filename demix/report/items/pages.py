@@ -9,7 +9,8 @@ from typing import Any, get_args
 from demix.report import left_out_notes, report_items
 from demix.report.charts import inline, ranked
 from demix.report.claims import claims as judged_claims
-from demix.report.item import FigureItem, paragraphs
+from demix.report.item import SCALE, FigureItem, paragraphs
+from demix.report.paper import scale_note
 from demix.report.ranking import Entry, Ranking, main_table, ranking
 from demix.report.run_data import RunData
 from demix.report.table import Table, as_markdown, part_of_page, render
@@ -20,7 +21,7 @@ FIGURES = "Figures"
 # The headings of the elements of each module of this folder.
 GROUPS = {"paper": "Tables of the paper", "further": "Further tables", "figures": FIGURES, "families": "All models"}
 PACKAGES = ("demix", "torch", "numpy", "pyarrow", "duckdb", "snakemake", "altair", "mlflow")
-CLAIMS_TITLE = "Claims of the paper, judged on this run"
+CLAIMS_TITLE = "Claims of the papers and of this project, judged on this run"
 _SIGNS = {"shown": "✓", "weak": "≈", "mixed": "~", "not shown": "✗", "cannot be judged": "?"}
 
 
@@ -29,20 +30,23 @@ def claims(data: RunData) -> Mapping[str, str]:
     only if the mean over domains and more than half of the domains agree; it is weak if the difference is not
     significant.
 
-    Shown: in every comparison of the claim, the mean over domains and more than half of the domains agree. Mixed: only
-    a part of this agrees. Not shown: none of this agrees. Weak: no difference of means is significant (it is within
-    0.01%, its 95% interval contains 0, or random seeds disagree), and nothing contradicts the claim. Cannot be judged:
-    numbers are missing. Each comparison has the relative change, its 95% interval, and the number of domains that
-    agree; in parentheses is the number of significant domains, where the whole interval agrees. An interval is of a
-    difference on the same test documents, for one training. If a domain has fewer than 20 test documents, its interval
-    comes from resampling stretches of text within these documents, and is narrower than an interval over documents. An
-    interval can make a claim weak, but it cannot make a claim shown. All numbers are of the run's first random seed.
-    The p value of a comparison is that of a normal distribution with its interval; the p value of a claim is the
-    largest of its comparisons. A claim is also weak if its p value is above 0.05 after Holm's correction, which is made
-    over the claims of the papers and, separately, over ours.
+    A comparison is weak if its difference of means, whatever its sign, is not significant: it is within 0.01%, its 95%
+    interval contains 0, or random seeds disagree. Every other comparison is shown if the mean over domains and more
+    than half of the domains agree with the claim, not shown if neither agrees, and mixed if only one agrees. A claim is
+    shown if all its comparisons are, weak if all are shown or weak, not shown if all except weak ones are not shown,
+    and mixed otherwise. It cannot be judged if numbers are missing. Each comparison has the relative change, its 95%
+    interval, and the number of domains that agree; in parentheses: the number of domains on which the whole interval
+    agrees. Each interval is for the difference of two models on the same test documents, where each model was trained
+    once. If a domain has fewer than 20 test documents, stretches of text within these documents are resampled; the
+    interval is then narrower than an interval over documents. An interval can make a claim weak, but it cannot make a
+    claim shown. All numbers are of the run's own random seed. The p value of a comparison is two-sided and assumes a
+    normal distribution with the comparison's interval. So a small p next to “not shown” means a significant difference
+    against the claim. The p value of a claim is the largest of its comparisons. A claim that would be shown or not
+    shown is weak if its p value is above 0.05 after Holm's correction, which is made over the claims of the papers and,
+    separately, over ours.
     """
     judged, (_, rule) = judged_claims(data), paragraphs(claims)
-    notes = [*left_out_notes(data.run), data.scale_note]
+    notes = [*left_out_notes(data.run), SCALE]
     counts = {verdict: sum(claim.verdict == verdict for claim in judged) for verdict in _SIGNS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f", of {len(judged)}."
     lines = [f"# {CLAIMS_TITLE}", "", summary.capitalize(), "", rule, ""]
@@ -79,7 +83,7 @@ def index(data: RunData) -> Mapping[str, str]:
         groups=_groups(run),
         cards={model.name: model.label for model in run.planned},
         cost=part_of_page(Table(data.cost, formats=dict.fromkeys(data.cost, "{:,.1f}") | {"Jobs": "{:,.0f}"})),
-        scale=data.scale_note,
+        scale=scale_note(data.results, run),
         settings=json.dumps(kept(run.config), indent=1, ensure_ascii=False),
         digest=config_fingerprint(run.config),
         versions={"Python": platform.python_version()} | {name: version(name) for name in PACKAGES},

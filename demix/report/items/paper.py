@@ -38,7 +38,8 @@ def table1(data: RunData) -> Table:
     """Words and documents of each domain (rows) in its train, dev and test split, after duplicates were removed.
     Training domains come first.
 
-    A document that the config's key piece_words cuts into chunks counts once for each chunk.
+    A document that the config's key piece_words cuts into chunks counts once for each chunk here. Other tables count
+    only the scored documents. Model cards also count all documents before they are cut.
     """
     rows: dict[str, dict[str, float]] = {}
     for name in data.run.domains:
@@ -77,19 +78,24 @@ def table2(data: RunData) -> Table:
 
 
 def table3(data: RunData) -> Table:
-    """Mean test perplexity over the training domains (lower is better), for dense models, a dense model that reads a
-    token with the domain's name (+ Domain Token), and models with experts. The words in parentheses say how experts are
-    mixed.
+    """Mean test perplexity over the training domains (lower is better) of dense models and of models with experts. The
+    words in parentheses name the rule that mixes the experts.
 
-    Dense (Balanced) trains on the same number of tokens of each domain, Dense in proportion to the domains' sizes.
+    Dense (Balanced) was trained on the same number of tokens of each domain, Dense (if the run has it) on tokens in
+    proportion to the domains' sizes. “+ Domain Token”: a dense model that also reads a token with the domain's name.
 
-    Naive: only the domain's own expert predicts. Cached prior: the output probabilities of all experts are mixed; the
-    weight of an expert is its posterior probability after the earlier tokens of the block (context window). The prior
-    was estimated on the domain's dev split and then fixed. Tempered: the weights follow from all earlier text, where
-    older tokens count less; the domain is not known. Switching: the posterior of a chain that may change its expert at
-    each token, with a prior that was fitted on the domain's dev split. Cluster: the weights follow from the distance of
-    the text so far to each expert's cluster. Released scorer: only the previous token sets the weights, and the prior
-    is computed as in the code that the paper's authors published.
+    “naive”: only the domain's own expert predicts. “cached prior”: the weight of an expert is its posterior probability
+    after the earlier tokens of the block (context window), from a prior that was estimated on the domain's dev split
+    and then fixed. “tempered”: the weights depend on how well each expert predicted all earlier text, where older
+    tokens count less; the domain is not known. “switching”: the weights are the posterior over experts of a hidden
+    Markov model (fixed share) that may change its expert at each token; its prior was fitted on the domain's dev split.
+    “cluster”: the weights depend on the distance of the text so far to each expert's cluster. “released scorer”: the
+    code of the paper's authors, in which only the prior and the previous token set the weights.
+
+    The paper's mixtures belong to our rows with the released scorer, since Eq. 5 and 6 (weights from all earlier tokens
+    of a block) cannot give the printed numbers. By these equations a uniform prior costs a block of 1,024 tokens at
+    most ln 8 nats more than any other prior over 8 experts. This is a factor of 8^(1/1024) = 1.002 in perplexity. In
+    the paper's Table 5, uniform and cached prior differ by a factor of 24.5 / 21.4 = 1.145.
     """
     lines = {system.label: (system, BALANCED) for system in in_domain(data.run)}
     return compared(data, lines, data.kinds[:1]).renamed(
@@ -105,9 +111,8 @@ def table4(data: RunData) -> Table:
     """Test perplexity on each training domain (columns; lower is better), for the rows of Table 3. Bold: the lowest of
     a column.
 
-    Naive: only the domain's own expert predicts. Cached prior: the output probabilities of all experts are mixed; the
-    weight of an expert is its posterior probability after the earlier tokens of the block (context window), from a
-    prior that was estimated on the domain's dev split and then fixed. Table 3 defines the other rows.
+    The notes of Table 3 define the mixing rules (in parentheses), and say why the paper's mixtures belong to our rows
+    with the released scorer.
     """
     systems = {system.label: system for system in in_domain(data.run)}
     return by_system(data.results, systems, data.training)
@@ -115,24 +120,17 @@ def table4(data: RunData) -> Table:
 
 def table5(data: RunData) -> Table:
     """Test perplexity on each novel domain (columns; lower is better). No model of this table was trained on a novel
-    domain. Rows are the dense baselines and, for models with experts, each way to mix the experts (in parentheses).
-    Bold: the lowest of a column, oracles excluded.
+    domain. The words in parentheses name the rule that mixes the experts. Bold: the lowest of a column, oracles
+    excluded.
 
-    Oracle: the single expert or domain token with the lowest perplexity on the test split itself. No real system could
-    know it. Chosen on dev: the single expert or domain token with the lowest perplexity on the dev split.
+    Table 3 defines the other mixing rules; those that use the domain's dev split know the domain. “oracle”: the single
+    expert or domain token with the lowest perplexity on the test split itself, which no real system could know. “chosen
+    on dev”: the one with the lowest perplexity on the dev split. “average”: all experts have equal weights. “uniform
+    prior”: like the cached prior, but each block starts with equal weights. “updating prior”: each block starts with a
+    decayed average of the posteriors after earlier blocks (Eq. 7). “released weights”: the weights of the released
+    scorer, with our priors.
 
-    Average: all experts have equal weights. Prior: the weights of the experts at the start of each block (context
-    window). The weight at a later token is the posterior probability of the expert after all earlier tokens of the
-    block (Eq. 5 and 6 of the paper). A uniform prior has equal weights. An updating prior is a decayed average of the
-    posteriors after earlier blocks (Eq. 7). A cached prior was estimated on the domain's dev split and then fixed.
-
-    Released scorer, released weights: only the previous token of the block sets the weights, as in the code that the
-    paper's authors published; the scorer also computes priors as this code does.
-
-    Three rules are not in the paper. Tempered: the weights follow from all earlier text, where older tokens count less.
-    Switching: the posterior of a chain that may change its expert at each token. Cluster: the weights follow from the
-    distance of the text so far to each expert's cluster. Switching and the cached prior know the domain, since the
-    prior of each was computed on the domain's dev split.
+    The paper's mixtures belong to our rows with the released scorer; Table 3 says why.
     """
     lines: dict[str, System] = {}
     for system in trained_systems(data.run):
@@ -152,29 +150,37 @@ def table5(data: RunData) -> Table:
 
 
 def table6(data: RunData) -> Table:
-    """Test perplexity on each domain (rows; lower is better) of a mixture of experts with a cached prior: of the
-    training experts only, and of these together with the experts that DEMix-DAPT added. DEMix-DAPT (domain-adaptive
-    pretraining) trains one more expert for each novel domain. Training domains come first, then the novel ones.
+    """Test perplexity on each domain (rows; lower is better) of two mixtures with a cached prior: one of the training
+    experts only, one of these and the experts added by DEMix-DAPT (domain-adaptive pretraining), which trains one
+    expert for each novel domain. Bold: the lower of a row.
 
     Cached prior: the weights of the experts at the start of a block (context window), estimated on the domain's dev
-    split and then fixed. The weight at a later token is the posterior probability of the expert after the earlier
-    tokens of the block. Released weights: only the previous token sets the weights, as in the authors' published code.
+    split and then fixed. The weight at a later token is the expert's posterior probability after the earlier tokens of
+    the block. “released weights”: only the prior and the previous token set the weights, as in the authors' code.
+
+    The paper's mixtures belong to our rows with released weights; Table 3 says why. Pieces are the scored chunks of the
+    documents.
     """
     few, many = "Training experts", "With the added experts"
     systems: dict[str, ByDomain] = {few: before_adding(data.run)[1], many: added(data.run)[1]}
     table = by_domain(data.own, systems, {f"Mean of {domains.counted}": domains.names for domains in data.kinds})
     table.frame.insert(2, "Change, %", percent(table.frame[few], table.frame[many]))
+    table = table.noted(f"The model is {data.run.receiver.label}.")
     return replace(table, formats={"Change, %": "{:+.2f}"}, best=lowest(table.frame[[few, many]], axis=1))
 
 
 def table7(data: RunData) -> Table:
-    """Test perplexity on each training domain (rows): with all experts (+Expert), with all but the domain's own expert
-    (−Expert), and of a model that never trained on the domain (−Domain). All three mix their experts with a cached
-    prior. A higher perplexity of −Expert than of +Expert means that leaving the expert out removes the domain.
+    """Test perplexity on each training domain (rows; lower is better), with all experts (+Expert) and with all except
+    the domain's own expert (−Expert). A higher perplexity of −Expert means that the model loses what only this expert
+    knew of the domain; all other parameters stay.
 
-    Cached prior: the weights of the experts at the start of a block (context window), estimated on the domain's dev
-    split and then fixed. The weight at a later token is the posterior probability of the expert after the earlier
-    tokens of the block. Released weights: only the previous token sets the weights, as in the authors' published code.
+    All columns mix experts with a cached prior: the weights of the experts at the start of a block (context window),
+    estimated on the domain's dev split and then fixed. The weight at a later token is the expert's posterior
+    probability after the earlier tokens of the block. “released weights”: only the prior and the previous token set the
+    weights, as in the authors' code.
+
+    The paper's mixtures belong to our rows with released weights; Table 3 says why. Pieces are the scored chunks of the
+    documents.
     """
     run, domains = data.run, data.training
     systems: dict[str, ByDomain] = {
@@ -190,12 +196,12 @@ def table7(data: RunData) -> Table:
     label = f"Mean of the {len(complete)} that have all three"
     if 0 < len(complete) < len(domains):
         table.frame.loc[label] = complete.mean().reindex(table.frame.columns)
-    replacement, trained = run.config.removal.replacement, len(complete) or "none"
-    how = f"trains for as many steps, with a novel domain ({replacement or 'none'}) in place of the domain"
-    notes = [f"−Domain {how}. There is such a model for {trained} of the {len(domains)} domains.", *seed_note(run)]
+    never = f"−Domain: a model trained equally long, with {run.config.removal.replacement} in place of the domain. "
+    never += f"{len(complete)} of the {len(domains)} domains have such a model."
+    notes = [f"The model is {run.whole.label}.", *[never] * bool(len(complete)), *seed_note(run)]
     if merged:
         notes.append(
-            "Merged models: only of the run's own random seed; deleting an expert's row of each router removes it."
+            "Merged models exist only for the run's own random seed. An expert is removed with its row of each router."
         )
     return replace(table, notes=(*notes, *table.notes), summaries=table.summaries | {label})
 
@@ -205,11 +211,7 @@ def table13(data: RunData) -> Table:
     a change are the perplexities before and after. Each method has two columns: the mean over the training domains,
     where a rise is forgetting, and the domain adapted to (“own domain”).
 
-    DAPT is domain-adaptive pretraining: further training on the novel domain. Cached prior: the weights of the experts
-    at the start of a block (context window), estimated on the domain's dev split and then fixed. Tempered: a rule that
-    weights each model by its probabilities of all earlier text, where older tokens count less.
-
-    The percentages of the last row are the means of the percentages above.
+    The mean of a column is the mean of its percentages.
     """
     run, novel, trained = data.run, data.novel, len(data.training)
     before, after = adapting(data)
@@ -222,23 +224,24 @@ def table13(data: RunData) -> Table:
     shown = {name: "average" if parent.averaged else parent.likeliest for name, parent in data.parents.items()}
     frame["Parent expert"] = [*(shown.get(name, "") for name in novel), " "]
     began = (
-        "began as the average of the training experts by posterior, and is compared with the likeliest of these."
+        "started as the posterior-weighted average of the training experts and is compared with the likeliest of these."
         if data.averaged
-        else "began as a copy of the parent expert and is compared with it."
+        else "started as a copy of its parent expert and is compared with it."
     )
     return Table(
         frame,
         notes=(
-            f"Dense-DAPT starts from {before_dense_dapt(run).label} and is compared with it.",
-            f"DEMix-DAPT trains one new expert, which {began} On training domains each domain's own expert predicts, "
-            "before and after; both numbers are the same, since adaptation does not change the files of these experts.",
-            f"One expert added: {so_many(trained, 'training expert')} and the new one, mixed with a cached prior "
-            f"(section 6.2, Figure 6), compared with the mixture of only the {so_many(trained, 'training expert')}.",
-            "Dense and Dense-DAPT: the models before and after adaptation, mixed by tempered with default parameters.",
-            f"For each domain Dense-DAPT changes {adapts[run.config.adaptation.dense_trained]} of a model "
-            f"({sizes['Dense-DAPT']:,} bytes), and DEMix-DAPT changes the parameters of one expert "
-            f"({sizes['DEMix-DAPT']:,} bytes). Per token, Dense-DAPT and DEMix-DAPT's own experts run one model, Dense "
-            f"and Dense-DAPT together two models, and the mixture with one expert added {trained + 1} experts.",
+            f"Dense-DAPT (domain-adaptive pretraining) trains {before_dense_dapt(run).label} further and is compared "
+            "with it. Dense and Dense-DAPT: both models, mixed by “tempered” with default parameters. The weights "
+            "depend on how well each model predicted all earlier text, where older tokens count less.",
+            f"DEMix-DAPT trains one new expert of {run.receiver.label}. The expert {began} Each training domain is "
+            "predicted by its own expert, which adaptation does not change.",
+            f"One expert added: the mixture of {so_many(trained, 'training expert')} and the new one, compared with "
+            "the mixture without it. The prior (weights at the start of a context window) is cached: estimated on dev "
+            "text, then fixed (6.2, Figure 6).",
+            f"Dense-DAPT changes {adapts[run.config.adaptation.dense_trained]} ({sizes['Dense-DAPT']:,} bytes), "
+            f"DEMix-DAPT one expert ({sizes['DEMix-DAPT']:,} bytes). In the order of the columns, the four methods run "
+            f"1, 2, 1 and {trained + 1} models or experts per token.",
         ),
         formats=dict.fromkeys(changes, "{:+.1f}"),
         summaries=frozenset({label}),
