@@ -34,15 +34,13 @@ WITHIN_NOTE = (
     "would be wider."
 )
 INTERVAL_NOTE = (
-    "Below a perplexity is its 95% interval, from resampling the domain's test documents, each with all of its chunks. "
-    "It shows how other test documents could change the number, not how another training could. If a domain has fewer "
-    "than 20 test documents, stretches of sqrt(N) consecutive tokens are resampled, where N is the number of its test "
-    "tokens; an interval over documents would be wider. A text of fewer than 400 tokens has no interval."
+    "Below a perplexity is its 95% interval, from resampling the domain's test documents. If there are fewer than 20, "
+    "stretches of sqrt(N) of their N tokens are resampled; an interval over documents would be wider. Another training "
+    "could change the number by more. A text of fewer than 400 tokens has no interval."
 )
 MEAN_NOTE = (
-    "Below a number is its 95% interval, from resampling test documents, if every domain has an interval. The interval "
-    "of a change resamples the same documents for both models. “significant” counts the domains where the whole "
-    "interval of the difference is below zero."
+    "Below a number is its 95% interval over resampled test documents (the same ones for both models of a change), if "
+    "every domain has one. “significant” counts the domains where the whole interval of the difference is below zero."
 )
 
 
@@ -151,7 +149,7 @@ def by_system(results: Results, systems: Mapping[str, System], domains: list[str
     counted = ", ".join(f"{name} {documents:,.0f} ({pieces:,.0f})" for name, documents, pieces in known)
     honest = frame.drop(index=[label for label in systems if label.endswith("oracle)")])
     table = Table(frame, best=lowest(honest, axis=0), **_explained(beneath.T, results))
-    return table.noted(f"Scored test documents (in parentheses: their chunks): {counted}.") if counted else table
+    return table.noted(f"Scored test documents (and their chunks): {counted}.") if counted else table
 
 
 def _each(

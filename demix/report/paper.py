@@ -84,8 +84,8 @@ def with_paper(table: Table, run: Run) -> Table:
         blank = [np.nan if frame[column].dtype.kind in "fi" else " " for column in frame]
         frame.loc[name] = [values.get(column, empty) for column, empty in zip(frame, blank, strict=True)]
     means = {name for name in rows if name.startswith(f"{label}: mean")}
-    smallest = "" if size == preset else " (the smallest in the paper's table)"
+    which = "" if size == preset else f" (the {'smallest' if len(printed) > 1 else 'only one'} in its table)"
     formats = table.formats | dict.fromkeys(columns, "{:.1f}")
     return replace(table, frame=frame, summaries=table.summaries | means, formats=formats).noted(
-        f"“{label}”: the paper's number for its {SIZES[size]} model{smallest}, on the paper's own text, with one seed."
+        f"“{label}”: the paper's {SIZES[size]} model{which}, trained with one seed and tested on the paper's own text."
     )

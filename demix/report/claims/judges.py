@@ -138,7 +138,7 @@ def own_cluster_best(data: RunData) -> Iterator[Part]:
 
 def _best(ratios: pd.Series, of: str) -> Part:
     """Whether own experts are best, by the ratio of the best other expert's perplexity to the own expert's."""
-    label = f"{of}perplexity of the best other expert, divided by the own expert's"
+    label = f"{of}Perplexity of the best other expert, divided by the own expert's"
     return compare(label, ratios, "equal experts", pd.Series(1.0, ratios.index), higher=True)
 
 
@@ -146,8 +146,8 @@ def overlap_correlates(data: RunData) -> Iterator[Part]:
     found = relation(data.pairs, "training", own=True)
     r, known = -found.pearson, np.isfinite(found.pearson)
     sentence = (
-        f"Pearson r = {r:.2f} between share of bigrams and minus the log perplexity ratio, over {found.pairs} pairs of "
-        f"domain and expert, own experts included. A permutation of whole domains gives p = {found.permutation_p:.2g} for "
+        f"Pearson r = {r:.2f} between shared bigrams and minus the log perplexity ratio, over {found.pairs} pairs of "
+        f"domain and expert, own experts included. Permuting whole domains gives p = {found.permutation_p:.2g} for "
         "Spearman's correlation"
         if known
         else "Overlap of bigrams and perplexities of single experts: no numbers"

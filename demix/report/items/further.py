@@ -91,24 +91,20 @@ def ablations(data: RunData) -> Table:
     """Mean test perplexity (lower is better) of mixtures of experts with one setting changed (rows), and its change in
     percent from the same mixture with the setting that all other tables use.
 
-    Prior: the weights of the experts at the start of a block (context window). It is uniform, updating (a decayed
-    average of the posteriors after earlier blocks), cached (estimated on the domain's dev split, then fixed) or fitted
-    (the fixed weights with the lowest dev loss). “static”: the prior gives the weights at every token. “last n”: only
-    these tokens of the block change the weights. “tempered”: all earlier text changes the weights, older tokens less.
-    “switching”: the posterior over experts of a hidden Markov model (fixed share) that may change its expert at each
-    token. “in hindsight”: the expert that is best on each block (a lower bound for the paper's rule) or token (a lower
-    bound for every mixture) of the test text. “released weights”: as in the authors' code, only the prior and the
-    previous token set the weights, which are equal at a block's first token. “released scorer”: priors are computed as
-    in that code, too. For DEMix it reads a block's posterior at its last position, averages it over a batch of blocks,
-    and multiplies the old mean by 0.7 in place of λ; for clusters it squares distances twice. “top-k”: at each token
-    only the k experts with the largest weights are mixed. In a token-routed model each token chooses k experts in each
-    layer.
+    Table 3 defines other rules. Prior: the weights at the start of a block (context window), which are uniform,
+    updating (a decayed average of the posteriors after earlier blocks), cached or fitted (the fixed weights with the
+    lowest dev loss). “static”: the prior gives the weights at every token. “last n”: only these tokens of the block
+    change the weights. “in hindsight”: the best expert of each block (a lower bound for the paper's rule) or token (a
+    lower bound for every mixture), chosen on test text. “released weights”: those of the released scorer, with our
+    priors; they are equal at a block's first token. “released scorer”: in the authors' code, a block's posterior is
+    that at its last position, averaged over a batch of blocks, and the old mean is multiplied by 0.7 instead of λ. For
+    clusters, that code squares distances twice. “top-k”: at each token only the k experts with the largest weights are
+    mixed; in a token-routed model each token chooses k experts in each layer. “τ”: the temperature of clusters, varied
+    as in Table 9 of the c-BTM paper.
 
-    A rule of DEMix is compared with the paper's rule (Eq. 5 and 6: the posterior after all earlier tokens of the block)
-    under the same prior, a fitted prior with the cached prior, hindsight with the uniform prior. “τ”: the temperature
-    of clusters, varied as in Table 9 of the c-BTM paper.
-
-    All numbers are of the run's own random seed. To pick the lowest of several rows is to choose on test data.
+    Rules of DEMix are compared with the paper's rule (Eq. 5 and 6) under the same prior, fitted priors with the cached
+    prior, hindsight with the uniform prior. All numbers are of the run's own random seed. To pick the lowest of several
+    rows is to choose on test data.
     """
     systems = [
         (place, family.model.label if family.system.method != "merged" else label, *family.system.key)
@@ -133,8 +129,8 @@ def ablations(data: RunData) -> Table:
     return Table(
         frame,
         notes=(
-            f"In the other tables the prior's decay λ is {settings.decay:g}, a cached prior uses {settings.dev_blocks} "
-            f"dev blocks (100 in the paper), and the temperature τ of clusters is {settings.temperature:g}.",
+            f"The other tables use the decay λ = {settings.decay:g} of the prior, {settings.dev_blocks} dev blocks for a "
+            f"cached prior (100 in the paper), and the temperature τ = {settings.temperature:g} of clusters.",
         ),
         formats={"%": "{:+.2f}"},
         long=len(frame) > 40,

@@ -31,19 +31,18 @@ def claims(data: RunData) -> Mapping[str, str]:
     significant.
 
     A comparison is weak if its difference of means, whatever its sign, is not significant: it is within 0.01%, its 95%
-    interval contains 0, or random seeds disagree. Every other comparison is shown if the mean over domains and more
-    than half of the domains agree with the claim, not shown if neither agrees, and mixed if only one agrees. A claim is
-    shown if all its comparisons are, weak if all are shown or weak, not shown if all except weak ones are not shown,
-    and mixed otherwise. It cannot be judged if numbers are missing. Each comparison has the relative change, its 95%
-    interval, and the number of domains that agree; in parentheses: the number of domains on which the whole interval
-    agrees. Each interval is for the difference of two models on the same test documents, where each model was trained
-    once. If a domain has fewer than 20 test documents, stretches of text within these documents are resampled; the
-    interval is then narrower than an interval over documents. An interval can make a claim weak, but it cannot make a
-    claim shown. All numbers are of the run's own random seed. The p value of a comparison is two-sided and assumes a
-    normal distribution with the comparison's interval. So a small p next to “not shown” means a significant difference
-    against the claim. The p value of a claim is the largest of its comparisons. A claim that would be shown or not
-    shown is weak if its p value is above 0.05 after Holm's correction, which is made over the claims of the papers and,
-    separately, over ours.
+    interval contains 0, or random seeds disagree. Otherwise the comparison is shown if both the mean over domains and
+    more than half of the domains agree with the claim, mixed if only one of them agrees, and not shown if neither does.
+    A claim is shown if all its comparisons are shown, weak if some are weak and the others shown, not shown if all
+    except weak ones are not shown, and mixed otherwise. It cannot be judged if numbers are missing. Each comparison has
+    the relative change, its 95% interval, and the number of domains that agree; in parentheses: on how many domains the
+    whole interval agrees. An interval compares two models on the same test documents; it does not cover another
+    training. If a domain has fewer than 20 test documents, its interval is from stretches of text within them, and is
+    narrower than an interval over documents. All numbers are of the run's own random seed. The p value of a comparison
+    is two-sided and assumes a normal distribution with the comparison's interval. So a small p next to “not shown”
+    means a significant difference against the claim. The p value of a claim is the largest of its comparisons. A claim
+    that would be shown or not shown is weak if its p value is above 0.05 after Holm's correction, which is made
+    separately over the claims of the papers and over ours.
     """
     judged, (_, rule) = judged_claims(data), paragraphs(claims)
     notes = [*left_out_notes(data.run), SCALE]

@@ -78,24 +78,22 @@ def table2(data: RunData) -> Table:
 
 
 def table3(data: RunData) -> Table:
-    """Mean test perplexity over the training domains (lower is better) of dense models and of models with experts. The
-    words in parentheses name the rule that mixes the experts.
+    """Mean test perplexity over the training domains (lower is better). The words in parentheses name the rule that
+    mixes the experts.
 
-    Dense (Balanced) was trained on the same number of tokens of each domain, Dense (if the run has it) on tokens in
-    proportion to the domains' sizes. “+ Domain Token”: a dense model that also reads a token with the domain's name.
+    Dense (Balanced) was trained on equally many tokens of each domain, Dense on tokens in proportion to the domains'
+    sizes. “+ Domain Token”: a dense model that also reads a token with the domain's name.
 
-    “naive”: only the domain's own expert predicts. “cached prior”: the weight of an expert is its posterior probability
-    after the earlier tokens of the block (context window), from a prior that was estimated on the domain's dev split
-    and then fixed. “tempered”: the weights depend on how well each expert predicted all earlier text, where older
-    tokens count less; the domain is not known. “switching”: the weights are the posterior over experts of a hidden
-    Markov model (fixed share) that may change its expert at each token; its prior was fitted on the domain's dev split.
-    “cluster”: the weights depend on the distance of the text so far to each expert's cluster. “released scorer”: the
-    code of the paper's authors, in which only the prior and the previous token set the weights.
+    “naive”: only the domain's own expert predicts. “cached prior”: the weights are the posterior after the earlier
+    tokens of the block (context window), from a prior that was estimated on dev text and then fixed. “tempered”: the
+    weights depend on all earlier text, where older tokens count less; the domain is not known. “switching”: the
+    posterior if the expert may change at each token (fixed share), from a prior that was fitted on dev text. “cluster”:
+    the weights depend on the distance of the text so far to each expert's cluster. “released scorer”: the authors'
+    code, where only the prior and the previous token set the weights.
 
-    The paper's mixtures belong to our rows with the released scorer, since Eq. 5 and 6 (weights from all earlier tokens
-    of a block) cannot give the printed numbers. By these equations a uniform prior costs a block of 1,024 tokens at
-    most ln 8 nats more than any other prior over 8 experts. This is a factor of 8^(1/1024) = 1.002 in perplexity. In
-    the paper's Table 5, uniform and cached prior differ by a factor of 24.5 / 21.4 = 1.145.
+    The paper's mixtures belong to our released scorer, since Eq. 5 and 6, our cached prior, cannot give them. With 8
+    experts and 1,024 tokens per block, these equations bound the cost of a uniform prior by a factor of 8^(1/1024) =
+    1.002 in perplexity; in the paper's Table 5 the factor is 24.5 / 21.4 = 1.145.
     """
     lines = {system.label: (system, BALANCED) for system in in_domain(data.run)}
     return compared(data, lines, data.kinds[:1]).renamed(
@@ -111,8 +109,7 @@ def table4(data: RunData) -> Table:
     """Test perplexity on each training domain (columns; lower is better), for the rows of Table 3. Bold: the lowest of
     a column.
 
-    The notes of Table 3 define the mixing rules (in parentheses), and say why the paper's mixtures belong to our rows
-    with the released scorer.
+    Table 3 defines the mixing rules (in parentheses), and says why the paper's mixtures belong to our released scorer.
     """
     systems = {system.label: system for system in in_domain(data.run)}
     return by_system(data.results, systems, data.training)
@@ -120,17 +117,14 @@ def table4(data: RunData) -> Table:
 
 def table5(data: RunData) -> Table:
     """Test perplexity on each novel domain (columns; lower is better). No model of this table was trained on a novel
-    domain. The words in parentheses name the rule that mixes the experts. Bold: the lowest of a column, oracles
-    excluded.
+    domain. Bold: the lowest of a column, oracles excluded.
 
-    Table 3 defines the other mixing rules; those that use the domain's dev split know the domain. “oracle”: the single
-    expert or domain token with the lowest perplexity on the test split itself, which no real system could know. “chosen
-    on dev”: the one with the lowest perplexity on the dev split. “average”: all experts have equal weights. “uniform
-    prior”: like the cached prior, but each block starts with equal weights. “updating prior”: each block starts with a
-    decayed average of the posteriors after earlier blocks (Eq. 7). “released weights”: the weights of the released
+    Table 3 defines the other mixing rules (in parentheses), and says why the paper's mixtures belong to our released
+    scorer. Rules that use dev text know the domain. “oracle”: the single expert or domain token that is best on the
+    test split itself. “chosen on dev”: the one that is best on the dev split. “average”: all experts have equal
+    weights. “uniform prior”: like the cached prior, but a block starts with equal weights. “updating prior”: a block
+    starts with a decayed average of the posteriors after earlier blocks (Eq. 7). “released weights”: like the released
     scorer, with our priors.
-
-    The paper's mixtures belong to our rows with the released scorer; Table 3 says why.
     """
     lines: dict[str, System] = {}
     for system in trained_systems(data.run):
@@ -150,16 +144,16 @@ def table5(data: RunData) -> Table:
 
 
 def table6(data: RunData) -> Table:
-    """Test perplexity on each domain (rows; lower is better) of two mixtures with a cached prior: one of the training
-    experts only, one of these and the experts added by DEMix-DAPT (domain-adaptive pretraining), which trains one
-    expert for each novel domain. Bold: the lower of a row.
+    """Test perplexity on each domain (rows; lower is better) of two mixtures: the training experts, and these together
+    with the experts that DEMix-DAPT (domain-adaptive pretraining) added, one for each novel domain. Bold: the lower of
+    a row.
 
-    Cached prior: the weights of the experts at the start of a block (context window), estimated on the domain's dev
-    split and then fixed. The weight at a later token is the expert's posterior probability after the earlier tokens of
-    the block. “released weights”: only the prior and the previous token set the weights, as in the authors' code.
+    Both mixtures have a cached prior: the weights at the start of a block (context window) were estimated on the
+    domain's dev split. The weight at a later token is the expert's posterior probability after the earlier tokens of
+    the block. “released weights”: only the prior and the previous token set the weights, as in the authors' code. The
+    paper's mixtures belong to this row; Table 3 says why.
 
-    The paper's mixtures belong to our rows with released weights; Table 3 says why. Pieces are the scored chunks of the
-    documents.
+    Pieces are the scored chunks of the documents.
     """
     few, many = "Training experts", "With the added experts"
     systems: dict[str, ByDomain] = {few: before_adding(data.run)[1], many: added(data.run)[1]}
@@ -172,22 +166,19 @@ def table6(data: RunData) -> Table:
 def table7(data: RunData) -> Table:
     """Test perplexity on each training domain (rows; lower is better), with all experts (+Expert) and with all except
     the domain's own expert (−Expert). A higher perplexity of −Expert means that the model loses what only this expert
-    knew of the domain; all other parameters stay.
+    had learned of the domain. All other parameters stay.
 
-    All columns mix experts with a cached prior: the weights of the experts at the start of a block (context window),
-    estimated on the domain's dev split and then fixed. The weight at a later token is the expert's posterior
-    probability after the earlier tokens of the block. “released weights”: only the prior and the previous token set the
-    weights, as in the authors' code.
+    All columns have a cached prior: the weights at the start of a block (context window) were estimated on the domain's
+    dev split. The weight at a later token is the expert's posterior probability after the earlier tokens of the block.
+    “released weights”: only the prior and the previous token set the weights, as in the authors' code. The paper's
+    mixtures belong to this row; Table 3 says why.
 
-    The paper's mixtures belong to our rows with released weights; Table 3 says why. Pieces are the scored chunks of the
-    documents.
+    Pieces are the scored chunks of the documents.
     """
     run, domains = data.run, data.training
-    systems: dict[str, ByDomain] = {
-        "+Expert": before_removal(run),
-        "−Expert": without_expert(run),
-        "−Domain": without_domain,
-    }
+    systems: dict[str, ByDomain] = {"+Expert": before_removal(run), "−Expert": without_expert(run)}
+    if run.config.removal.retrain_without:
+        systems["−Domain"] = without_domain
     merged: dict[str, ByDomain] = {}
     for whole in merged_whole(run).values():
         merged |= {whole.label: whole, f"{whole.label}, −Expert": without_choice(whole)}
@@ -198,7 +189,7 @@ def table7(data: RunData) -> Table:
         table.frame.loc[label] = complete.mean().reindex(table.frame.columns)
     never = f"−Domain: a model trained equally long, with {run.config.removal.replacement} in place of the domain. "
     never += f"{len(complete)} of the {len(domains)} domains have such a model."
-    notes = [f"The model is {run.whole.label}.", *[never] * bool(len(complete)), *seed_note(run)]
+    notes = [f"The model is {run.whole.label}.", *[never] * ("−Domain" in systems), *seed_note(run)]
     if merged:
         notes.append(
             "Merged models exist only for the run's own random seed. An expert is removed with its row of each router."
@@ -232,13 +223,12 @@ def table13(data: RunData) -> Table:
         frame,
         notes=(
             f"Dense-DAPT (domain-adaptive pretraining) trains {before_dense_dapt(run).label} further and is compared "
-            "with it. Dense and Dense-DAPT: both models, mixed by “tempered” with default parameters. The weights "
-            "depend on how well each model predicted all earlier text, where older tokens count less.",
+            "with it. Dense and Dense-DAPT: both models, mixed by “tempered” with default parameters; the weights "
+            "depend on all earlier text, where older tokens count less.",
             f"DEMix-DAPT trains one new expert of {run.receiver.label}. The expert {began} Each training domain is "
-            "predicted by its own expert, which adaptation does not change.",
+            "predicted by its own expert, before and after; adaptation does not change this expert.",
             f"One expert added: the mixture of {so_many(trained, 'training expert')} and the new one, compared with "
-            "the mixture without it. The prior (weights at the start of a context window) is cached: estimated on dev "
-            "text, then fixed (6.2, Figure 6).",
+            "the mixture without it. The cached prior was estimated on dev text (6.2, Figure 6).",
             f"Dense-DAPT changes {adapts[run.config.adaptation.dense_trained]} ({sizes['Dense-DAPT']:,} bytes), "
             f"DEMix-DAPT one expert ({sizes['DEMix-DAPT']:,} bytes). In the order of the columns, the four methods run "
             f"1, 2, 1 and {trained + 1} models or experts per token.",
