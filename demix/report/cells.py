@@ -35,8 +35,8 @@ WITHIN_NOTE = (
 )
 INTERVAL_NOTE = (
     "Below a perplexity is its 95% interval, from resampling the domain's test documents. If there are fewer than 20, "
-    "stretches of sqrt(N) of their N tokens are resampled; an interval over documents would be wider. Another training "
-    "could change the number by more. A text of fewer than 400 tokens has no interval."
+    "stretches of sqrt(N) of their N tokens are resampled; an interval over documents would be wider. An interval does "
+    "not show how another training would change the number. A text of fewer than 400 tokens has no interval."
 )
 MEAN_NOTE = (
     "Below a number is its 95% interval over resampled test documents (the same ones for both models of a change), if "

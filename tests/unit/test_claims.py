@@ -252,10 +252,11 @@ def test_claims_are_significant_after_holms_correction_in_each_family() -> None:
     adjusted = {one.name: one.adjusted for one in found}
     assert adjusted == pytest.approx({"a": 0.03, "b": 0.06, "c": 0.06, "d": 0.02, "e": np.nan, "f": 0.04}, nan_ok=True)
     assert [one.verdict for one in found] == ["shown", "weak", "weak", "shown", "shown", "shown"]
-    assert found[0].said == "shown against rival of 0.01"
+    assert found[0].said == "shown compared with rival of 0.01"
     lost = replace(part, mean_agrees=False, agreeing=0, rival="the winner")
     mixed = replace(found[0], parts=(*found[0].parts, lost))
-    assert (mixed.said, replace(found[0], parts=(lost,)).said) == ("mixed, shown against rival of 0.01", "not shown")
+    assert mixed.said == "mixed: shown compared with rival of 0.01"
+    assert replace(found[0], parts=(lost,)).said == "not shown"
 
 
 def test_the_page_counts_certain_domains(frozen: Run, tmp_path: Path) -> None:
@@ -269,4 +270,4 @@ def test_the_page_counts_certain_domains(frozen: Run, tmp_path: Path) -> None:
         '<tbody id="cached_against_naive">(.*?)</tbody>', (tmp_path / "claims.html").read_text(), re.DOTALL
     )
     assert re.findall("<td>(.*?)</td>", told) == ["−10.0%", "−15.0% to −5.0%", "3 of 3 (1 of 3)"]
-    assert ">✓ shown against DEMix (naive)<" in told
+    assert ">✓ shown compared with DEMix (naive)<" in told

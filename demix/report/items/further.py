@@ -91,7 +91,7 @@ def ablations(data: RunData) -> Table:
     """Mean test perplexity (lower is better) of mixtures of experts with one setting changed (rows), and its change in
     percent from the same mixture with the setting that all other tables use.
 
-    Table 3 defines other rules. Prior: the weights at the start of a block (context window), which are uniform,
+    Table 3 defines the other rules. Prior: the weights at the start of a block (context window), which are uniform,
     updating (a decayed average of the posteriors after earlier blocks), cached or fitted (the fixed weights with the
     lowest dev loss). “static”: the prior gives the weights at every token. “last n”: only these tokens of the block
     change the weights. “in hindsight”: the best expert of each block (a lower bound for the paper's rule) or token (a
@@ -129,8 +129,8 @@ def ablations(data: RunData) -> Table:
     return Table(
         frame,
         notes=(
-            f"The other tables use the decay λ = {settings.decay:g} of the prior, {settings.dev_blocks} dev blocks for a "
-            f"cached prior (100 in the paper), and the temperature τ = {settings.temperature:g} of clusters.",
+            f"The other tables use the decay λ = {settings.decay:g} of the prior, {settings.dev_blocks} dev blocks for "
+            f"a cached prior (100 in the paper), and the temperature τ = {settings.temperature:g} of clusters.",
         ),
         formats={"%": "{:+.2f}"},
         long=len(frame) > 40,

@@ -91,9 +91,9 @@ def table3(data: RunData) -> Table:
     the weights depend on the distance of the text so far to each expert's cluster. “released scorer”: the authors'
     code, where only the prior and the previous token set the weights.
 
-    The paper's mixtures belong to our released scorer, since Eq. 5 and 6, our cached prior, cannot give them. With 8
-    experts and 1,024 tokens per block, these equations bound the cost of a uniform prior by a factor of 8^(1/1024) =
-    1.002 in perplexity; in the paper's Table 5 the factor is 24.5 / 21.4 = 1.145.
+    The paper's mixtures belong to our released scorer, since Eq. 5 and 6 (our cached prior) cannot give them. By these
+    equations, with 8 experts and 1,024 tokens per block, a uniform prior raises perplexity by at most a factor of
+    8^(1/1024) = 1.002. In the paper's Table 5 the factor is 24.5 / 21.4 = 1.145.
     """
     lines = {system.label: (system, BALANCED) for system in in_domain(data.run)}
     return compared(data, lines, data.kinds[:1]).renamed(
@@ -151,7 +151,7 @@ def table6(data: RunData) -> Table:
     Both mixtures have a cached prior: the weights at the start of a block (context window) were estimated on the
     domain's dev split. The weight at a later token is the expert's posterior probability after the earlier tokens of
     the block. “released weights”: only the prior and the previous token set the weights, as in the authors' code. The
-    paper's mixtures belong to this row; Table 3 says why.
+    paper's mixtures belong to these rows; Table 3 says why.
 
     Pieces are the scored chunks of the documents.
     """
@@ -171,7 +171,7 @@ def table7(data: RunData) -> Table:
     All columns have a cached prior: the weights at the start of a block (context window) were estimated on the domain's
     dev split. The weight at a later token is the expert's posterior probability after the earlier tokens of the block.
     “released weights”: only the prior and the previous token set the weights, as in the authors' code. The paper's
-    mixtures belong to this row; Table 3 says why.
+    mixtures belong to these rows; Table 3 says why.
 
     Pieces are the scored chunks of the documents.
     """
