@@ -29,18 +29,18 @@ from demix.run.run import Run
 from demix.run.systems import System, added
 
 # On the interval of a domain with fewer than 20 test documents.
-WITHIN_NOTE = (
-    "Such an interval shows how other text of the same documents could change the number. An interval over documents "
-    "would be wider."
-)
-INTERVAL_NOTE = (
-    "Below a perplexity is its 95% interval, from resampling the domain's test documents. If there are fewer than 20, "
-    "stretches of sqrt(N) of their N tokens are resampled; an interval over documents would be wider. An interval does "
-    "not show how another training would change the number. A text of fewer than 400 tokens has no interval."
+WITHIN_NOTE = "Such an interval covers only other text of the same documents; one over documents would be wider."
+INTERVAL_NOTE = "Below a perplexity is its 95% interval, which does not cover another training (notes of Table 4)."
+# The same note in Table 4.
+WHOLE_INTERVAL_NOTE = (
+    "Below a perplexity is its 95% interval, from resampling the domain's test documents, each with all of its chunks. "
+    "It shows how other test documents could change the number, not how another training could. If a domain has fewer "
+    "than 20 test documents, stretches of sqrt(N) of its N test tokens are resampled instead, within these documents. "
+    f"{WITHIN_NOTE} A text of fewer than 400 tokens has no interval."
 )
 MEAN_NOTE = (
-    "Below a number is its 95% interval over resampled test documents (the same ones for both models of a change), if "
-    "every domain has one. “significant” counts the domains where the whole interval of the difference is below zero."
+    "Below a number is its 95% interval over resampled test documents (the same for both models of a change), if every "
+    "domain has one. “significant” counts the domains where the whole interval of the difference is below zero."
 )
 
 
@@ -149,7 +149,7 @@ def by_system(results: Results, systems: Mapping[str, System], domains: list[str
     counted = ", ".join(f"{name} {documents:,.0f} ({pieces:,.0f})" for name, documents, pieces in known)
     honest = frame.drop(index=[label for label in systems if label.endswith("oracle)")])
     table = Table(frame, best=lowest(honest, axis=0), **_explained(beneath.T, results))
-    return table.noted(f"Scored test documents (and their chunks): {counted}.") if counted else table
+    return table.noted(f"Scored documents (and their chunks): {counted}.") if counted else table
 
 
 def _each(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Suffixes of files, each with the name of the format in Snakemake's report; empty for files that it does not show.
 Formats = tuple[tuple[str, str], ...]
 # The note below every table and below the claims. The first page has the whole text, `demix.report.paper.scale_note`.
-SCALE = "Only rankings can be compared with the paper, not values: the report's first page (index.html) says why."
+SCALE = "Compare only rankings with the paper, not values: the report's first page (index.html) says why."
 
 
 def paragraphs(function: "Callable[[RunData], Any]") -> list[str]:

@@ -87,5 +87,5 @@ def with_paper(table: Table, run: Run) -> Table:
     which = "" if size == preset else f" (the {'smallest' if len(printed) > 1 else 'only one'} in its table)"
     formats = table.formats | dict.fromkeys(columns, "{:.1f}")
     return replace(table, frame=frame, summaries=table.summaries | means, formats=formats).noted(
-        f"“{label}”: the paper's {SIZES[size]} model{which}, trained with one seed and tested on the paper's own text."
+        f"“{label}”: the paper's {SIZES[size]} model{which}, on the paper's own text, with one random seed."
     )

@@ -7,6 +7,8 @@ import pandas as pd
 from demix.files import read_json
 from demix.progress import so_many
 from demix.report.cells import (
+    INTERVAL_NOTE,
+    WHOLE_INTERVAL_NOTE,
     adapting,
     by_domain,
     by_system,
@@ -58,8 +60,11 @@ def table2(data: RunData) -> Table:
     experts, the updates, tokens and FLOPs of training, and the median training speed in tokens per second, on the
     machine that trained the model.
 
-    Updates, tokens and FLOPs include those of a dense warm start, in which one dense model trains before every expert
-    starts from its parameters.
+    Dense (Balanced) was trained on equally many tokens of each domain, Dense on tokens in proportion to the domains'
+    sizes. “+ Domain Token”: a dense model that also reads a token with the domain's name.
+
+    Updates, tokens and FLOPs include those of a dense warm start, in which one dense model is trained first and every
+    expert then starts from its parameters.
     """
     run, rows = data.run, {}
     for model in run.own:
@@ -81,19 +86,16 @@ def table3(data: RunData) -> Table:
     """Mean test perplexity over the training domains (lower is better). The words in parentheses name the rule that
     mixes the experts.
 
-    Dense (Balanced) was trained on equally many tokens of each domain, Dense on tokens in proportion to the domains'
-    sizes. “+ Domain Token”: a dense model that also reads a token with the domain's name.
+    “naive”: only the domain's own expert. “cached prior”: the weights are the posterior after the earlier tokens of the
+    block (context window), with a fixed prior from dev text. “tempered”: the weights depend on all earlier text, where
+    older tokens count less; the domain is not known. “switching”: the posterior if the expert may change at each token
+    (fixed share), with a prior fitted on dev text. “cluster”: the weights depend on the distance of the text so far to
+    each expert's cluster. “released scorer”: the authors' code, where only the prior and the previous token set the
+    weights.
 
-    “naive”: only the domain's own expert predicts. “cached prior”: the weights are the posterior after the earlier
-    tokens of the block (context window), from a prior that was estimated on dev text and then fixed. “tempered”: the
-    weights depend on all earlier text, where older tokens count less; the domain is not known. “switching”: the
-    posterior if the expert may change at each token (fixed share), from a prior that was fitted on dev text. “cluster”:
-    the weights depend on the distance of the text so far to each expert's cluster. “released scorer”: the authors'
-    code, where only the prior and the previous token set the weights.
-
-    The paper's mixtures belong to our released scorer, since Eq. 5 and 6 (our cached prior) cannot give them. By these
-    equations, with 8 experts and 1,024 tokens per block, a uniform prior raises perplexity by at most a factor of
-    8^(1/1024) = 1.002. In the paper's Table 5 the factor is 24.5 / 21.4 = 1.145.
+    The paper's mixtures belong to our released scorer, since Eq. 5 and 6 (our cached prior) cannot give them. Under
+    these equations, with 8 experts and 1,024 tokens per block, a uniform prior has at most 8^(1/1024) = 1.002 times the
+    perplexity of another prior. In the paper's Table 5 the factor is 24.5 / 21.4 = 1.145.
     """
     lines = {system.label: (system, BALANCED) for system in in_domain(data.run)}
     return compared(data, lines, data.kinds[:1]).renamed(
@@ -109,22 +111,23 @@ def table4(data: RunData) -> Table:
     """Test perplexity on each training domain (columns; lower is better), for the rows of Table 3. Bold: the lowest of
     a column.
 
-    Table 3 defines the mixing rules (in parentheses), and says why the paper's mixtures belong to our released scorer.
+    Table 3 defines the mixing rules and says why the paper's mixtures belong to our released scorer.
     """
     systems = {system.label: system for system in in_domain(data.run)}
-    return by_system(data.results, systems, data.training)
+    table = by_system(data.results, systems, data.training)
+    notes = {INTERVAL_NOTE: WHOLE_INTERVAL_NOTE}
+    return replace(table, notes=tuple(notes.get(note, note) for note in table.notes))
 
 
 def table5(data: RunData) -> Table:
     """Test perplexity on each novel domain (columns; lower is better). No model of this table was trained on a novel
     domain. Bold: the lowest of a column, oracles excluded.
 
-    Table 3 defines the other mixing rules (in parentheses), and says why the paper's mixtures belong to our released
-    scorer. Rules that use dev text know the domain. “oracle”: the single expert or domain token that is best on the
-    test split itself. “chosen on dev”: the one that is best on the dev split. “average”: all experts have equal
-    weights. “uniform prior”: like the cached prior, but a block starts with equal weights. “updating prior”: a block
-    starts with a decayed average of the posteriors after earlier blocks (Eq. 7). “released weights”: like the released
-    scorer, with our priors.
+    Table 3 defines the other mixing rules, and says why the paper's mixtures belong to our released scorer. Rules that
+    use dev text know the domain. “oracle”: the single expert or domain token that is best on the test split. “chosen on
+    dev”: the one that is best on dev text. “average”: equal weights. “uniform prior”: like the cached prior, but a
+    block starts with equal weights. “updating prior”: a block starts with a decayed average of the posteriors after
+    earlier blocks (Eq. 7). “released weights”: like the released scorer, with our priors.
     """
     lines: dict[str, System] = {}
     for system in trained_systems(data.run):
@@ -202,7 +205,7 @@ def table13(data: RunData) -> Table:
     a change are the perplexities before and after. Each method has two columns: the mean over the training domains,
     where a rise is forgetting, and the domain adapted to (“own domain”).
 
-    The mean of a column is the mean of its percentages.
+    The last row has means of percentages.
     """
     run, novel, trained = data.run, data.novel, len(data.training)
     before, after = adapting(data)
@@ -223,15 +226,15 @@ def table13(data: RunData) -> Table:
         frame,
         notes=(
             f"Dense-DAPT (domain-adaptive pretraining) trains {before_dense_dapt(run).label} further and is compared "
-            "with it. Dense and Dense-DAPT: both models, mixed by “tempered” with default parameters; the weights "
-            "depend on all earlier text, where older tokens count less.",
+            "with it. Dense and Dense-DAPT: both models, mixed by “tempered” with default parameters (by all "
+            "earlier text, where older tokens count less).",
             f"DEMix-DAPT trains one new expert of {run.receiver.label}. The expert {began} Each training domain is "
-            "predicted by its own expert, before and after; adaptation does not change this expert.",
+            "predicted by its own expert, which adaptation does not change.",
             f"One expert added: the mixture of {so_many(trained, 'training expert')} and the new one, compared with "
             "the mixture without it. The cached prior was estimated on dev text (6.2, Figure 6).",
             f"Dense-DAPT changes {adapts[run.config.adaptation.dense_trained]} ({sizes['Dense-DAPT']:,} bytes), "
-            f"DEMix-DAPT one expert ({sizes['DEMix-DAPT']:,} bytes). In the order of the columns, the four methods run "
-            f"1, 2, 1 and {trained + 1} models or experts per token.",
+            f"DEMix-DAPT one expert ({sizes['DEMix-DAPT']:,} bytes). From left to right, the methods run 1, 2, 1 and "
+            f"{trained + 1} models or experts per token.",
         ),
         formats=dict.fromkeys(changes, "{:+.1f}"),
         summaries=frozenset({label}),
