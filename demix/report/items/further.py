@@ -88,10 +88,10 @@ where evaluations.top_k = 0 and expert = '' order by place, source_place
 
 
 def ablations(data: RunData) -> Table:
-    """Mean test perplexity (lower is better) of mixtures of experts with one setting changed (rows), and its change in
-    percent from the same mixture with the setting that all other tables use.
+    """Mean test perplexity (lower is better) of mixtures with one setting changed (rows), and its change in percent
+    from the same mixture with the setting of all other tables.
 
-    Table 3 defines the rules that are not here. “updating prior”: the weights at the start of a block (context window)
+    Table 3 defines the other rules. “updating prior”: the weights at the start of a block (context window)
     are a decayed average of the posteriors after earlier blocks. “fitted prior”: the fixed weights with the lowest dev
     loss. “static”: the prior gives the weights at every token. “last n”: only these tokens of the block change the
     weights. “in hindsight”: the best expert of each block (a lower bound for the paper's rule) or token (a lower bound
@@ -103,8 +103,8 @@ def ablations(data: RunData) -> Table:
     as in Table 9 of the c-BTM paper.
 
     Rules of DEMix are compared with the paper's rule (Eq. 5 and 6) under the same prior, fitted priors with the cached
-    prior, hindsight with the uniform prior. All numbers are of the run's own random seed. To pick the lowest of several
-    rows is to choose on test data.
+    prior, hindsight with the uniform prior. All numbers are of the run's own random seed. Choosing the lowest row would
+    be a choice on test data.
     """
     systems = [
         (place, family.model.label if family.system.method != "merged" else label, *family.system.key)

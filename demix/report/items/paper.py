@@ -86,16 +86,15 @@ def table3(data: RunData) -> Table:
     """Mean test perplexity over the training domains (lower is better). The words in parentheses name the rule that
     mixes the experts.
 
-    “naive”: only the domain's own expert. “cached prior”: the weights are the posterior after the earlier tokens of the
-    block (context window), with a fixed prior from dev text. “tempered”: the weights depend on all earlier text, where
-    older tokens count less; the domain is not known. “switching”: the posterior if the expert may change at each token
-    (fixed share), with a prior fitted on dev text. “cluster”: the weights depend on the distance of the text so far to
-    each expert's cluster. “released scorer”: the authors' code, where only the prior and the previous token set the
-    weights.
+    “naive”: only the domain's own expert. “cached prior”: the posterior after the earlier tokens of the block (context
+    window), with a fixed prior from dev text. “tempered”: the weights depend on all earlier text, where older tokens
+    count less; the domain is not known. “switching”: the posterior if the expert may change at each token (fixed
+    share), with a prior fitted on dev text. “cluster”: the weights depend on the distance of the text so far to each
+    expert's cluster. “released scorer”: in the authors' code only the prior and the previous token set the weights.
 
-    The paper's mixtures belong to our released scorer, since Eq. 5 and 6 (our cached prior) cannot give them. Under
-    these equations, with 8 experts and 1,024 tokens per block, a uniform prior has at most 8^(1/1024) = 1.002 times the
-    perplexity of another prior. In the paper's Table 5 the factor is 24.5 / 21.4 = 1.145.
+    The paper's mixtures belong to our released scorer: Eq. 5 and 6 (our cached prior) cannot give them. With 8 experts
+    and 1,024 tokens per block, a uniform prior would have at most 8^(1/1024) = 1.002 times the perplexity of another
+    prior. In the paper's Table 5 this factor is 24.5 / 21.4 = 1.145.
     """
     lines = {system.label: (system, BALANCED) for system in in_domain(data.run)}
     return compared(data, lines, data.kinds[:1]).renamed(
