@@ -318,7 +318,7 @@ def main_table(found: Ranking, entries: Sequence[Entry]) -> Table:
     frame = frame if any(entry.apart for entry in entries) else frame.drop(columns="Remark", errors="ignore")
     caption = (
         f"Change: relative to {found.dense.label}. Oracle: the best expert or domain token, chosen on test data. "
-        "Parameters, training FLOPs: summed over a line's models; n-grams count as parameters and need no FLOPs."
+        "Parameters, training FLOPs: the sum over a line's models; n-grams count as parameters and need no FLOPs."
     )
     known = [(one, domains) for domains in found.data.kinds if (one := counted[domains.kind])]
     if rivals := [f"{one.label} ({one.on[on.kind].mean:.2f}) on the {on.said}" for one, on in known]:

@@ -122,11 +122,12 @@ def table5(data: RunData) -> Table:
     """Test perplexity on each novel domain (columns; lower is better). No model of this table was trained on a novel
     domain. Bold: the lowest of a column, oracles excluded.
 
-    Table 3 defines the other mixing rules, and says why the paper's mixtures belong to our released scorer. Rules that
-    use dev text know the domain. “oracle”: the single expert or domain token that is best on the test split. “chosen on
-    dev”: the one that is best on dev text. “average”: equal weights. “uniform prior”: like the cached prior, but a
-    block starts with equal weights. “updating prior”: a block starts with a decayed average of the posteriors after
-    earlier blocks (Eq. 7). “released weights”: like the released scorer, with our priors.
+    Table 3 defines the other mixing rules, and says why the paper's mixtures belong to our released scorer. The
+    paper does not have tempered, switching and cluster. Rules that use dev text know the domain. “oracle”: the single
+    expert or domain token that is best on the test split. “chosen on dev”: the one that is best on dev text. “average”:
+    equal weights. “uniform prior”: like the cached prior, but a block starts with equal weights. “updating prior”: a
+    block starts with a decayed average of the posteriors after earlier blocks (Eq. 7). “released weights”: like the
+    released scorer, with our priors.
     """
     lines: dict[str, System] = {}
     for system in trained_systems(data.run):
