@@ -32,7 +32,7 @@ def export(
     from demix.report.card import exported_card
 
     if mixture is (expert is not None):
-        raise DemixError("--expert", "or --mixture must be given, and not both", "name an expert, or give --mixture")
+        raise DemixError("--expert and --mixture", "are both given or both missing", "give one of the two options")
     if expert is None:
         export_mixture(model, tokenizer, output, exported_card(model, None), dtype)
     else:

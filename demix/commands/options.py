@@ -20,17 +20,17 @@ WeightsRule = Annotated[
     str,
     typer.Option(
         "--weights",
-        help="Mixing rule: tempered, switching, history, released, cluster, cluster+history or average (only the "
-        "prior). Without parameters, tempered uses those chosen for the model. Parameters are given as in "
-        "tempered(0.2,0.98), switching(0.2) or cluster(0.3).",
+        help="Mixing rule: tempered, switching, history, released, cluster, cluster+history or average (the weights "
+        "stay at the prior). Parameters are given as in tempered(0.2,0.98), switching(0.2) or cluster(0.3); tempered "
+        "without parameters uses the model's, which were chosen on dev.",
     ),
 ]
 Prior = Annotated[
     str,
     typer.Option(
         "--prior",
-        help="Prior over experts: uniform, updating (default of history and released), weights (law=2,news=1), or a "
-        "domain of the run.",
+        help="Prior over experts: updating (default for the rules history and released), uniform (default for other "
+        "rules), a weight for each expert (law=2,news=1), or a domain of the run: the prior from its dev split.",
     ),
 ]
 Experts = Annotated[str | None, typer.Option(help="The experts to mix, separated by commas; default: all.")]

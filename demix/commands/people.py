@@ -179,7 +179,7 @@ def merge(
     from demix.report.card import merged_card
 
     if routed is (weights is not None):
-        raise DemixError("--weights", "or --routed must be given, and not both", "give weights, or --routed")
+        raise DemixError("--weights and --routed", "are both given or both missing", "give one of the two options")
     if routed and not learned_anchored(model):
         cure = "merge a model of kind anchored, or train an entry of kind routed with this parent (BTX)"
         raise DemixError(model, "has experts without routers, which --routed needs", cure)

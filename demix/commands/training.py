@@ -56,7 +56,7 @@ def train(
     `output` only the metrics are kept, as for a trial of a sweep, and divergence is not an error.
     """
     if wrong := [step for step in keep if not step.isdecimal() or not int(step)]:
-        raise DemixError("--keep", f"has {wrong[0]}, which is not a number of updates", "write 61,122")
+        raise DemixError("--keep", f"has {wrong[0]}, which is not a number of updates", "write numbers as in 61,122")
     given, steps = _given(settings, how, learning_rate_from), tuple(map(int, keep))
     training = ModelTraining(kind, given, shards, branch=branch, restart=restart, keep=steps)
     if expert:
@@ -84,7 +84,7 @@ def seed(
     """
     training = ModelTraining(kind, _given(settings, how, learning_rate_from), shards, until=step)
     if not 0 < step <= training.steps:
-        raise DemixError(f"--step {step}", f"is not one of the {training.steps} updates of the training", "change it")
+        raise DemixError(f"--step {step}", f"is not from 1 to {training.steps}", "give the number of an update")
     # A process that a launcher has started (a rank) trains, because there was no state to move.
     if "WORLD_SIZE" in os.environ or not move_seed(training.identity, step, kept, output):
         _train(training, Places(output, None, checkpoints), ranks, cluster)

@@ -40,8 +40,8 @@ class AdaptationLengths(Settings):
     sequences: Sequences = Field(default=16, description="Sequences in one optimizer step.")
     sweep: FactorSweep | None = Field(
         default=None,
-        description="Adapt to each domain with each of these factors, and keep the adaptation with the lowest loss on "
-        "the domain's dev split, separately for DEMix-DAPT and Dense-DAPT. The factors replace "
+        description="Adapt to each domain with each factor of `sweep.factors`, and keep the adaptation with the "
+        "lowest loss on the domain's dev split, separately for DEMix-DAPT and Dense-DAPT. The factors replace "
         "`learning_rate_factor`. null: no sweep.",
     )
     evaluate_every: Positive = Field(
@@ -109,7 +109,7 @@ class RemovalSection(Settings):
     retrain_without: DistinctItems[Text] = Field(
         default=(),
         description="Training domains to retrain without. For each of these domains, another DEMix model is trained "
-        "for the same number of steps, with `replacement` in the place of the domain (-Domain).",
+        "for the same number of steps, with `replacement` in the place of the domain. Tables call this model -Domain.",
     )
     replacement: Text | None = Field(
         default=None,
@@ -117,6 +117,6 @@ class RemovalSection(Settings):
     )
     merged: DistinctItems[EntryName] = Field(
         default=(),
-        description="Entries whose merged model is also scored on each training domain without the domain's expert and "
-        "without retraining: entries of kind anchored (FlexOlmo), and entries that train merged experts (BTX).",
+        description="Entries of kind anchored (FlexOlmo), or that train merged experts (BTX): their merged model is "
+        "also scored on each training domain without the domain's expert, and without retraining.",
     )

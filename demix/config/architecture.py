@@ -88,9 +88,9 @@ class Options(Settings):
     )
     head: Literal["tied", "clap", "untied", "roberta"] = Field(
         default="tied",
-        description="Output layer: tied (the token embedding), clap (the token embedding with rows of norm 1, in the "
-        "input too, times a learned temperature), untied (an embedding of its own) or roberta (a linear map, GELU and "
-        "a norm, then the token embedding and a bias; only with objective mlm).",
+        description="Output layer: tied (the token embedding), clap (the token embedding, its rows scaled to norm 1, "
+        "also where it is the input; logits are multiplied by a learned number), untied (an embedding of its own) or "
+        "roberta (a linear map, GELU and a norm, then the token embedding and a bias; only with objective mlm).",
     )
     objective: Literal["clm", "mlm"] = Field(
         default="clm",
@@ -154,7 +154,7 @@ class Options(Settings):
         default="none",
         description="Bigram embeddings: a table with 5 rows per vocabulary entry. A hash of the last two tokens picks "
         "the row that is added before every layer. none, shared (one table for all experts) or experts (one table per "
-        "expert, like its feedforwards). The table needs no FLOPs.",
+        "expert, like its feedforwards). A table adds no matrix product, so FLOPs do not count it.",
     )
     value_embeddings: Switch = Field(
         default=False,

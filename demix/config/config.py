@@ -43,10 +43,11 @@ ArchitectureSection = partial(
     preset=Annotated[
         Literal[(*PRESETS, *DECODERS)],
         Field(
-            description="One of the paper's four sizes (gpt3-small to gpt3-xl: 125M, 350M, 760M, 1.3B), or options "
-            "next to four given sizes: of a published architecture (llama, olmo2, qwen3, opt, pythia, roberta), modern "
-            "(Qwen 3's options with Llama 2's rope and an untied head; used by the sample), compact (modern with "
-            "bigram and value embeddings) or paper (GPT-2's options, as in the paper's models)."
+            description="gpt3-small to gpt3-xl: the paper's models (125M, 350M, 760M, 1.3B). Other presets have no "
+            "sizes, so give layers, width, heads and context, too. llama, olmo2, qwen3, opt, pythia, roberta: options "
+            "of these architectures. modern: Qwen 3's options with Llama 2's rope and an untied head; used by the "
+            "sample. compact: modern with bigram and value embeddings. paper: GPT-2's options, as in the paper's "
+            "models."
         ),
     ],
 )
@@ -116,8 +117,9 @@ class Config(Settings):
     )
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection, description="How text becomes tokens.")
     architecture: ArchitectureSection = Field(  # type: ignore[valid-type]
-        description="Sizes and options of the models: a preset, or the four sizes, which override those of a preset. "
-        "Without a preset, the first value of an option is its default."
+        description="Sizes and options of the models: a preset, the four sizes (layers, width, heads and context), or "
+        "both. Keys that are given replace the preset's values. Without a preset, the first of an option's listed "
+        "values is its default; gated and value_embeddings are false, rope_theta is 10000 and rope_share 1."
     )
     training: TrainingSection = Field(
         description="Training settings of all models. An entry of `models` overrides them for one model."
@@ -126,10 +128,10 @@ class Config(Settings):
         default_factory=dict,
         description="The models by name. An entry overrides values of `training` for one model. By default there are "
         "four: demix (whose entry also applies to models that are retrained without a domain), dense (balanced: every "
-        "step has equally many tokens of each domain), dense_unbalanced (the paper's Dense: data in proportion to "
-        "the domains' sizes) and domain_token (dense and balanced, with a domain token before each sequence). null "
-        "leaves out dense_unbalanced or domain_token. An entry of another name adds a model of the `kind` that it "
-        "names.",
+        "step has equally many tokens of each domain), dense_unbalanced (the paper's Dense: data in proportion to the "
+        "domains' sizes) and domain_token (dense and balanced, with a domain token before each sequence). An entry of "
+        "another name adds a model of the entry's `kind`. Set an entry to null to leave it out (not possible for "
+        "demix and dense).",
     )
     clusterings: dict[EntryName, Clustering] = Field(
         default_factory=dict,
@@ -178,7 +180,7 @@ class Config(Settings):
                 name: with_source(f"{SUBJECT}domains.{kind}.{name}", one, given.sources) for name, one in named.items()
             }
         if not domains["training"]:
-            raise DemixError("config key domains.training", "leaves out every domain", "keep one, or add one")
+            raise DemixError("config key domains.training", "leaves out every domain", "keep or add a domain")
         if adaptation.tokens is None:
             share = max(1, given.training.tokens // len(domains["training"]))
             passes = adaptation.passes if "passes" in adaptation.model_fields_set else PASSES
@@ -227,9 +229,7 @@ class Config(Settings):
                     raise DemixError(key, f"is called {suite}_{name}, like another domain", "rename the source")
                 names.add(f"{suite}_{name}")
                 if domain.shared or not domain.source:
-                    raise DemixError(
-                        f"{key}.source", "is missing", "add it: where the raw text comes from, without from"
-                    )
+                    raise DemixError(f"{key}.source", "is missing", "add it; a suite cannot use the key `from`")
                 if domain.near_duplicates is not None or domain.words.train is not None:
                     raise DemixError(key, "has keys of training text", "leave out words.train and near_duplicates")
 

@@ -46,15 +46,15 @@ class SourceSection(Settings):
     """The source of a domain's raw text, and which of its records are read."""
 
     path: Text | Annotated[Items[Text], Field(min_length=1)] = Field(
-        description="A file, a glob or a folder, or a list of them. A path that exists is that file, even if it has "
-        "characters of a glob. In a folder, all files of a known format are read, at any depth; a log line counts the "
-        "others. Or addresses of one type: http:// and https:// of files (downloads are resumed and retried); s3://, "
-        "gs:// or az:// and a bucket, with globs and folders (needs s3fs, gcsfs or adlfs, and credentials in the "
-        "environment); hf://owner/name, a data set on the Hugging Face hub, streamed without running its code "
-        "(hf:// and a local folder is a copy of a data set). Formats: "
-        ".jsonl .ndjson .json .csv .txt (one document per .txt file), plain, .gz or .zst; .parquet; and .zip .tar "
-        ".tgz .tar.gz .tar.zst archives of such files. A named file with another ending is one document of plain "
-        "text."
+        description="A file, a glob or a folder, or a list of them. If a file with the name exists, it is read, even "
+        "if the name has characters of a glob. In a folder, all files of a known format are read, at any depth; a log "
+        "line counts the other files. Instead of paths, addresses can be given, all of one type. http:// or https://: "
+        "files (downloads are resumed and retried). s3://, gs:// or az://: files, globs or folders in a bucket (needs "
+        "s3fs, gcsfs or adlfs, and credentials in the environment). hf://owner/name: a data set on the Hugging Face "
+        "hub, streamed without running its code. hf://FOLDER: a local copy of such a data set. Formats: .jsonl "
+        ".ndjson .json .csv .txt (one document per .txt file), uncompressed or as .gz or .zst; .parquet; and .zip "
+        ".tar .tgz .tar.gz .tar.zst archives of such files. A file that is named with another ending is read as one "
+        "document of plain text."
     )
     text: Text = Field(
         default="text",
@@ -180,9 +180,9 @@ class Budget(Settings):
     test: Positive = Field(default=1_000_000, description="Words of the test split.")
     per_document: Positive | None = Field(
         default=None,
-        description="Maximum number of words per document in dev and test: its first chunks (`source.piece_words`), at "
-        "least one. The rest of the document is in no split. If documents are long, dev and test then consist of more "
-        "documents. null uses whole documents.",
+        description="Maximum number of words per document in dev and test: only its first chunks "
+        "(`source.piece_words`) that fit are used, at least one. The rest of the document is in no split. If documents "
+        "are long, dev and test then consist of more documents. null, or no piece_words: whole documents.",
     )
 
 
@@ -234,14 +234,14 @@ class DomainsSection(Settings):
 
     training: dict[DomainName, DomainSection | None] = Field(
         min_length=1,
-        description="Domains that get an expert when the model is trained. null leaves out a domain of the base. If "
-        "another key, such as `removal.retrain_without`, still names the domain, an error names that key.",
+        description="Domains that get an expert when the model is trained. null leaves out a domain of the `base` "
+        "config. If another key, such as `removal.retrain_without`, still names the domain, an error names that key.",
     )
     novel: dict[DomainName, DomainSection | None] = Field(
         default_factory=dict,
         description="Domains that the trained models have not seen. DEMix-DAPT adds an expert for each of them. Append "
-        "new domains at the end: then no existing result is computed again. null leaves out a domain of the base; it "
-        "is an error if `removal.replacement` still names the domain.",
+        "new domains at the end: then no existing result is computed again. null leaves out a domain of the `base` "
+        "config; it is an error if `removal.replacement` still names the domain.",
     )
 
     @property
@@ -268,13 +268,13 @@ def with_source(key: str, domain: DomainSection, sources: Mapping[str, SharedSou
     """
     if (name := domain.shared) is None:
         if domain.value is not None:
-            raise DemixError(f"{key}.value", "is given without from", "name one of `sources` in from")
+            raise DemixError(f"{key}.value", "needs the key `from`", "set `from` to the name of one of `sources`")
         if not domain.source:
             cure = "say where the raw text comes from, or give from and value to use one of `sources`"
             raise DemixError(f"{key}.source", "is missing", cure)
         return domain
     if name not in sources:
-        raise DemixError(f"{key}.from", f"is {name!r}, not a source", nearest(name, sources, "add it to sources"))
+        raise DemixError(f"{key}.from", f"is {name!r}, not one of `sources`", nearest(name, sources, "add it"))
     shared = sources[name]
     if domain.value is None:
         raise DemixError(f"{key}.value", "is missing", f"give a value of the field {shared.by}, or a list of values")
@@ -295,8 +295,8 @@ def check_sources(sources: Mapping[str, SharedSource], domains: DomainsSection) 
             raise DemixError(f"{key}.source.where", cause, "remove this condition")
         sharing = domains.sharing(name)
         if len(sharing) > MAX_SHARING:
-            cause = f"has {len(sharing)} domains"
-            raise DemixError(key, cause, f"use at most {MAX_SHARING} domains for one source, and several sources")
+            cause = f"is shared by {len(sharing)} domains, more than {MAX_SHARING}"
+            raise DemixError(key, cause, "divide the domains among several sources")
         check_values(sharing, places)
 
 
@@ -306,7 +306,7 @@ def check_values(domains: Mapping[str, Sequence[Scalar]], places: Mapping[str, s
     for domain, values in domains.items():
         for value in values:
             if other := used.get(value) or used.get(str(value)):
-                cause = f"has {value!r}, which {other} has too" if other != domain else f"has {value!r} twice"
+                cause = f"has {value!r}, like the domain {other}" if other != domain else f"has {value!r} twice"
                 subject = f"config key {places[domain]}.value" if domain in places else f"domains.{domain}"
                 raise DemixError(subject, cause, "give each value to only one domain")
             used[value] = used[str(value)] = domain
@@ -327,7 +327,7 @@ def check_source(place: str, source: SourceSection) -> None:
             refuse_secrets(f"{place}.path", path, LOG_IN)
     if source.kind == "url" and source.parts > len(source.paths):
         cause = f"is {source.parts} for {len(source.paths)} addresses"
-        raise DemixError(f"{place}.parts", cause, "set at most one part per address")
+        raise DemixError(f"{place}.parts", cause, "use at most one part per address")
     for path in source.addresses:
         if kind_of(path) != source.kind:
             raise DemixError(f"{place}.path", "has addresses of several kinds", "use one domain for each kind")

@@ -67,24 +67,25 @@ class MixingRecipe(DevBlocks):
     decay: Decay = Field(default=DECAY, description="Lambda of the updating and cached priors (Eq. 7).")
     decays: DistinctItems[Decay] = Field(
         default=(0.1, 0.3, 0.5, 0.7, 1.0),
-        description="Further lambdas to evaluate; the paper's tables use `decay`. The released code's running mean "
+        description="Values of lambda to compare; the paper's tables use `decay`. The released code's running mean "
         "has a decay of 0.7.",
     )
     prior_blocks: DistinctItems[Positive] = Field(
         default=(1, 5, 10, 50, 100),
-        description="Further numbers of dev blocks from which to compute the cached prior, at most `dev_blocks`. If "
-        "100 blocks are requested, the scorer released with the paper uses 202. To compare with the paper's numbers, "
+        description="Numbers of dev blocks to compare as the basis of the cached prior, at most `dev_blocks`. If 100 "
+        "blocks are requested, the scorer released with the paper uses 202. To compare with the paper's numbers, "
         "score 202 blocks.",
     )
     weights: DistinctItems[WeightsName] = Field(
         default=("history", "released", "tempered", "switching"),
         min_length=1,
-        description="Mixing rules: how the experts' weights follow from the text so far. From the current block: "
-        "history (all its tokens so far, Eq. 5-6) and released (only the last token, as in the code published with the "
-        "paper). From all text so far: tempered and switching, which are not in the paper; their parameters are chosen "
-        "on dev, or given as in `tempered(0.2,0.98)` (beta, gamma) and `switching(0.2)` (alpha). From the distance "
-        "of the text so far to each expert's cluster (section `clusterings`): cluster, and cluster+history, which "
-        "adds the evidence of history; `cluster(0.3)` has a temperature of its own.",
+        description="Mixing rules: how the experts' weights follow from the text so far. The list must have history. "
+        "Rules that use the current block: history (all its tokens so far, Eq. 5-6) and released (only the last "
+        "token, as in the code published with the paper). Rules that use all text so far: tempered and switching, "
+        "which are not in the paper; their parameters are chosen on dev, or given as in `tempered(0.2,0.98)` (beta, "
+        "gamma) and `switching(0.2)` (alpha). Rules that use the distance of the text so far to each expert's cluster "
+        "(section `clusterings`): cluster, and cluster+history, which adds the evidence of history; `cluster(0.3)` "
+        "has a temperature of its own.",
     )
     temperature: Temperature = Field(
         default=DEFAULTS["cluster"][0],
@@ -99,9 +100,9 @@ class MixingRecipe(DevBlocks):
         default=("document",),
         min_length=1,
         description="The text whose distance is used: document (from its beginning, across blocks), block (only the "
-        "current one) or document_half (as document up to the middle of the document; from there on the first half, "
-        "so that the weights stay fixed, as in an evaluation of c-BTM). The tables use the first value of this list; "
-        "further values are also evaluated.",
+        "current block) or document_half (like document in the first half of the document; in the second half always "
+        "the distance of the whole first half, so that the weights stay fixed, as in an evaluation of c-BTM). The "
+        "tables use the first value of this list; further values are also evaluated.",
     )
     top_k: DistinctItems[Positive] = Field(
         default=(),
@@ -165,18 +166,19 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
         min_length=1,
         description="Numbers k of experts per token, such as [1, 2, all]. Token-routed models (entries of kind routed, "
         "and the merged model of an entry of kind anchored) are also scored with each k that differs from their own, "
-        "without training. Gates sum to 1 if they do in training. The table of families has a column for each k.",
+        "without training. Gates sum to 1 if they do in training. The report's table `ablations` has a line per k.",
     )
     ngrams: DistinctItems[NGramOrder | AllText] = Field(
         default_factory=absent,
         description="Orders n of n-gram baselines (modified Kneser-Ney), such as [3, 5]; default: none. For each order "
-        "there is one model of all training text, and one per training domain, mixed like experts. They are counted on "
-        "as many tokens as `dense` is trained on, the first ones of each domain; 5_all is counted on all of train.",
+        "there is one model of all training text, and one per training domain, mixed like experts. N-grams are counted "
+        "on the first tokens of each domain, as many as `dense` is trained on; 5_all is counted on all of train.",
     )
     systems: dict[DomainName, CombinedSystem | None] = Field(
         default_factory=dict,
-        description="Systems that mix the probabilities of several models in fixed proportions, chosen on the "
-        "dev splits of the training domains. Reports show them like models. null leaves out a system of the base.",
+        description="Combined systems: each mixes probabilities of several models in fixed proportions, chosen on the "
+        "dev splits of the training domains. Reports show systems like models. null leaves out a system of the `base` "
+        "config.",
     )
     suites: dict[DomainName, dict[DomainName, DomainSection]] = Field(
         default_factory=absent,
@@ -222,11 +224,11 @@ class HarnessSection(HarnessTasks):
     weights: DistinctItems[HarnessWeights] = Field(
         default=("tempered",),
         min_length=1,
-        description="Rules that mix the experts, one row of the table each: those of `evaluation.weights`, or average "
-        "(only the prior).",
+        description="Rules that mix the experts, one row of the table each: any rule that `evaluation.weights` "
+        "accepts, or average (the weights stay at the prior).",
     )
     offline: Switch = Field(
         default=True,
         description="Read the tasks' data only from local files and the cache of Hugging Face's datasets. With false, "
-        "one job fetches missing data into the cache, on the machine of downloads. Changing this key reruns nothing.",
+        "one job fetches missing data into the cache, where `cluster.downloads` says. Changing it reruns nothing.",
     )

@@ -50,7 +50,7 @@ def _lines(node: yaml.Node | None, above: str, path: Path) -> Iterator[tuple[str
         if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
             place, line = f"{above}{key.value}", key.start_mark.line + 1
             if place in first:
-                cause = f"has the key {place} again, which is also on line {first[place]}"
+                cause = f"has the key {place}, which is also on line {first[place]}"
                 raise DemixError(f"{path}, line {line}", cause, "remove or rename one of the two")
             first[place] = line
             yield place, line

@@ -84,7 +84,7 @@ def parsed_weights(weights: str) -> Weights:
     except ValueError:
         numbers = ()
     if not allowed or len(numbers) != len(allowed):
-        raise ValueError("has other parameters than its rule", f"use {form}")
+        raise ValueError("does not have the rule's parameters", f"use {form}")
     for number, (name, (least, most)) in zip(numbers, allowed.items(), strict=True):
         if not least <= number <= most:
             raise ValueError(f"has {name} {number:g}", f"use {form} with {name} from {least:g} to {most:g}")

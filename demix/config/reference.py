@@ -86,7 +86,7 @@ def _keys(schema: dict[str, Any], part: dict[str, Any], above: str) -> Iterator[
             yield from (key for key in shared if not key[0].startswith("sources.<source>.source."))
         if path == "models":
             keys = f"any key of `training`, and {', '.join(_own_of_entries(schema))}"
-            yield f"{path}.<name>", {"type": keys, "description": "One model; null leaves it out."}, False
+            yield f"{path}.<name>", {"type": keys, "description": "The entry of one model, or null."}, False
 
 
 def _own_of_entries(schema: dict[str, Any]) -> list[str]:

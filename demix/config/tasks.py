@@ -19,7 +19,7 @@ LEFT_OUT = 0.01
 
 def _template(template: str) -> str:
     if template.count("{text}") != 1 or not template.endswith("{label}") or template.count("{label}") != 1:
-        raise ValueError("does not hold {text} once and end with {label}", 'use a form like "{text} Topic: {label}"')
+        raise ValueError("must hold {text} once and end with {label}", 'use a form like "{text} Topic: {label}"')
     return template
 
 
@@ -107,7 +107,7 @@ def check_tasks(tasks: Mapping[str, Task]) -> None:
             raise DemixError(f"{key}.calibrated", cause, "put words between {text} and {label}, or use 0 shots")
         if not task.shots and len(task.seeds) > 1:
             cause = f"has {len(task.seeds)} seeds of demonstrations, but shots is 0"
-            raise DemixError(f"{key}.seeds", cause, "give one seed, or shots")
+            raise DemixError(f"{key}.seeds", cause, "give one seed, or set shots")
         if words:
             refuse_count(f"{key}.labels", len(words))
         if len(set(words)) < len(words):

@@ -66,7 +66,7 @@ def completed_tokenizer(section: TokenizerSection) -> TokenizerSection:
     """
     if section.kind != "file":
         if foreign := [key for key in _FOREIGN if getattr(section, key) is not None]:
-            raise DemixError(f"{_KEY}.{foreign[0]}", f"is given for kind {section.kind}", "use kind: file")
+            raise DemixError(f"{_KEY}.{foreign[0]}", f"is not a key of kind {section.kind}", "use kind: file")
         return section
     if not section.path:
         raise DemixError(f"{_KEY}.path", "is missing", "name the tokenizer.json")

@@ -49,7 +49,8 @@ class Execution(Settings):
     shard_optimizer: Switch = Field(
         default=False,
         description="Keep a parameter's optimizer moments on only one of the ranks that have the parameter; that rank "
-        "updates it and sends it to the others. With n ranks, moments need 8/n instead of 8 bytes per parameter.",
+        "updates it and sends it to the others. On n ranks, AdamW's moments then need 8/n bytes per parameter, not 8. "
+        "Muon's moments are always divided.",
     )
 
 
@@ -107,10 +108,10 @@ class RateSchedule(Settings):
 
     def model_post_init(self, context: Any, /) -> None:
         if self.kind != "wsd" and self.share != 0.2:
-            cause = f"is given for kind {self.kind}"
+            cause = f"is not a key of kind {self.kind}"
             raise DemixError("learning_rate_schedule.share", cause, "remove it, or use wsd")
         if self.kind == "wsd" and self.stretch is not None:
-            cause = "is given for kind wsd"
+            cause = "is not a key of kind wsd"
             raise DemixError("learning_rate_schedule.stretch", cause, "remove it, or use linear or cosine")
 
 
@@ -130,8 +131,8 @@ class OptimizerRecipe(Settings):
     weight_decay: Number = Field(default=0.1, ge=0, description="Decoupled weight decay.")
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default="fp32",
-        description="Number format of the computation. Parameters and optimizer state are fp32, except with fp64, for "
-        "exact comparisons. fp16 uses loss scaling.",
+        description="Number format of the computation. Parameters and optimizer state are fp32; with fp64, which is "
+        "for exact comparisons, they are fp64. fp16 uses loss scaling.",
     )
     optimizer: OptimizerSettings | None = Field(
         default_factory=absent,
@@ -232,10 +233,10 @@ TRAINING_PRESETS["paper"] = {
     key: OptimizerRecipe.model_fields[key].get_default(call_default_factory=True) for key in TRAINING_PRESETS["modern"]
 }
 PRESET = (
-    "A name for values of warmup, clip, weight_decay, optimizer and learning_rate_schedule; these keys, if given, "
-    "replace its values. null: no preset. modern: Muon for the matrices of layers, AdamW with a large rate for "
-    "embeddings, no weight decay, no clipping, and a rate that falls in the second half of the steps (`demix config "
-    "--values` prints all). compact: modern, for the architecture compact. paper: the values without a preset."
+    "Name for values of warmup, clip, weight_decay, optimizer and learning_rate_schedule; keys that are given replace "
+    "them. null: no preset. modern: Muon for the matrices of layers, AdamW with a large rate for embeddings, no weight "
+    "decay, no clipping, and a rate that falls in the second half of the steps (`demix config --values` prints all). "
+    "compact: modern with rates for bigram and value embeddings. paper: the values without a preset."
 )
 
 
@@ -267,7 +268,7 @@ class TrainingSection(TrainingSettings):
     ranks: Ranks = Field(
         default=1,
         description="Processes that train one model together: a multiple or a divisor of the number of training "
-        "domains. Results do not depend on it.",
+        "domains. Results do not depend on it, except for rounding.",
     )
     sweep: Sweep | None = Field(
         default=None,

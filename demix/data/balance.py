@@ -26,11 +26,11 @@ def squared_distances(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 
 def balanced_labels(costs: np.ndarray) -> np.ndarray:
-    """The cluster (int64) of each document at the lowest total cost, if all clusters have ⌊N/K⌋ or ⌈N/K⌉ documents.
+    """The cluster (int64) of each document, at the lowest total cost with ⌊N/K⌋ or ⌈N/K⌉ documents in each cluster.
 
-    `costs` [N, K] are finite float64. The solution is exact: an annealed dual gives prices under which the cheapest
-    clusters are nearly equal in size, and shortest paths between clusters, each of which moves one document per edge,
-    give the last ones their size.
+    `costs` [N, K] are finite float64. The solution is exact. An annealed dual first gives prices under which the
+    cheapest clusters are nearly equal in size. Then documents are moved along shortest paths between clusters, one
+    document per edge, until every cluster has its size.
     """
     prices = _prices(costs)
     pieces = (costs[start : start + _ROWS] for start in range(0, len(costs), _ROWS))

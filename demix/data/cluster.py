@@ -151,7 +151,7 @@ def fit_clusters(documents: list[Path], settings: Clustering, output: Path, seed
         labels = labels[np.argsort(keys, kind="stable")]
         if missing := set(range(len(names))) - set(labels.tolist()):
             cause = f"gives {names[min(missing)]} none of the {size} documents of the sample"
-            raise DemixError(subject, cause, "raise documents, or make fewer clusters")
+            raise DemixError(subject, cause, "raise documents, or lower clusters")
         centres = means(points, labels, len(names), np.zeros(size))
     more = {
         "documents": size,
@@ -163,7 +163,7 @@ def fit_clusters(documents: list[Path], settings: Clustering, output: Path, seed
 
 
 def _too_few(subject: str, clusters: int, what: str) -> NoReturn:
-    raise DemixError(f"{subject}.clusters", f"is {clusters} for {what}", "lower it")
+    raise DemixError(f"{subject}.clusters", f"is {clusters}, but there are only {what}", "lower it")
 
 
 def _keys(batch: pa.RecordBatch, seed: int) -> np.ndarray:

@@ -170,7 +170,7 @@ def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting
             edges = _held_out_edges(work, words, ("test",))
             if not edges["test"].end:
                 cause = f"has only text that is also in training text{work.left_out}"
-                raise DemixError(domain, cause, "give its source other text")
+                raise DemixError(f"domain {domain}", cause, "use a source with other text")
             _write(work, edges, outputs)
         else:
             budget = _fitting(work, words)
@@ -275,9 +275,9 @@ def _refused(work: _Work, budget: Budget) -> NoReturn:
     documents, words = _one(work.tables, total)
     raise DemixError(
         f"{work.domain}.words",
-        f"dev ({budget.dev}) and test ({budget.test}) leave no document for train out of {documents} documents with "
-        f"{words} words{work.left_out}",
-        "lower them or add documents; a document is in one split only",
+        f"dev ({budget.dev}) and test ({budget.test}) leave no document for train: {documents} documents have {words} "
+        f"words, and each document is in only one split{work.left_out}",
+        "lower words.dev or words.test, or add documents",
     )
 
 

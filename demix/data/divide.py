@@ -80,7 +80,7 @@ def divide(name: str, division: Division, raw: Path, output: Path, part: int = 0
                 break
     omitted.warn(name)
     if source.parts == 1 and found["without"] and found["without"] == found["documents"] - found["filtered"]:
-        cause, cure = f"is {by!r}, a field that no document has", "name one of its documents' fields"
+        cause, cure = f"is {by!r}, a field that no document has", "name a field of the source's documents"
         raise DemixError(f"config key sources.{name}.by", cause, cure)
     write_json(output, {"source": name, "by": by, "whole": len(full) < len(take), **found, "values": owned})
     # Fetched files are kept until here, so that a failed job need not download them again.

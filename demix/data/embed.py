@@ -115,7 +115,7 @@ def fit_embedding(
         names = []
     if dimensions > min(len(names), len(keys)):
         what = f"{len(names)} terms" if len(names) <= len(keys) else f"{len(keys)} documents"
-        raise DemixError(f"{subject}.dimensions", f"is {dimensions} for {what}", "lower it")
+        raise DemixError(f"{subject}.dimensions", f"is {dimensions}, but there are only {what}", "lower it")
     counts = counts[np.argsort(keys, kind="stable")]
     counts.sort_indices()
     if counts.nnz < _MANY_COUNTS:

@@ -93,7 +93,7 @@ def check_enough(name: str, task: Task, examples: Sequence[Example]) -> None:
     if not found["test"]:
         raise DemixError(f"tasks.{name}", "has no example to test", "give it more examples")
     if found["train"] < task.shots:
-        cause = f"has {found['train']} untested examples for {task.shots} demonstrations"
+        cause = f"has only {found['train']} untested examples for {task.shots} demonstrations"
         raise DemixError(f"tasks.{name}", cause, "give it more examples, or fewer shots")
 
 
@@ -151,7 +151,7 @@ def fitted(name: str, task: Task, examples: Iterable[Example], tokenizer: Tokeni
     for one in examples:
         text, room = one.text, budget - size("", one.choices)
         if room < MIN_TOKENS:
-            cause = f"leave {max(room, 0)} tokens for a text: its share of a block is {share}, less long labels"
+            cause = f"leave {max(room, 0)} tokens for a text: {share} tokens are its share of a block, with the label"
             key = f"config key tasks.{name}.{'tokens' if task.tokens and task.tokens < share else 'shots'}"
             raise DemixError(key, cause, "lower shots, raise tokens, or use shorter labels")
         ids = tokenizer.encode(text)
@@ -204,7 +204,7 @@ def _drawn(name: str, task: ExamplesRecipe, output: Path) -> Iterator[Example]:
         for one in some:
             if one.label not in labels:
                 cause = f"has the label {one.label!r:.80}, which is not one of {', '.join(map(repr, known))[:200]}"
-                raise DemixError(f"tasks.{name}: {one.place}", cause, "fix label or labels")
+                raise DemixError(f"tasks.{name}: {one.place}", cause, "correct the task's key label or labels")
             yield Example(split, one.text, tuple(labels.values()), known.index(one.label))
 
 
@@ -226,9 +226,9 @@ def _read(name: str, task: Task, section: SourceSection, output: Path, counts: C
         fields, place = json.loads(others), f"tasks.{name}: {row}"
         label = fields[task.label]
         if label is None:
-            raise DemixError(place, f"has no field {task.label}", "fix label")
+            raise DemixError(place, f"has no field {task.label}", "set the task's key label to an existing field")
         if not isinstance(label, str | int | float):
-            raise DemixError(place, f"has the label {label!r:.80} in {task.label}, not text", "fix the example")
+            raise DemixError(place, f"has {label!r:.80} in the field {task.label}, not text", "fix the example")
         unseen -= {field for field in more if fields[field] is not None}
         parts = [text, *(str(fields[field]) for field in more if fields[field] is not None)]
         if whole := "\n".join(part.strip() for part in parts if part.strip()):

@@ -103,7 +103,7 @@ def _builder(files: list[str]) -> str:
     suffixes = {Path(re.sub(r"\.(gz|zst|bz2|xz)$", "", name)).suffix for name in files}
     found = {BUILDERS.get(suffix) for suffix in suffixes}
     if len(found) > 1 or None in found:
-        cause = f"name files {', '.join(sorted(suffixes))}"
+        cause = f"name files of other or several formats: {', '.join(sorted(suffixes))}"
         raise DemixError("source.data_files", cause, f"give one of {', '.join(BUILDERS)}")
     return str(*found)
 
@@ -169,4 +169,4 @@ def fetch_files(files: Mapping[str, HubFile], names: Iterable[str], folder: Path
             found = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
             if found != file.blob:
                 path.unlink()
-                raise DemixError(file.address, f"is blob {found} of git, not {file.blob}", "rerun")
+                raise DemixError(file.address, f"has the git hash {found}, not {file.blob}", "rerun")

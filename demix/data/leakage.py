@@ -147,12 +147,12 @@ def leaked(train: Path, held_out: dict[str, Path]) -> dict[str, float | int]:
 
 
 def contamination(documents: Path, train: Path, output: Path) -> None:
-    """Write how many documents of each task, and of its 13-grams, occur in `train`, corpus/<domain>/train.parquet.
+    """Write, for each task, how many of its documents and of its 13-grams occur in the Parquet file `train`.
 
-    `documents` has a row for each text of a document, with the columns task, document and text. Rows of the output:
-    task, domain, documents, long_documents (those with a 13-gram), found_documents (those with one that the training
-    text has), ngrams (distinct ones), found_ngrams. One 13-gram contaminates a document, as in Brown et al. 2020,
-    appendix C.
+    `train` is corpus/<domain>/train.parquet. `documents` has a row for each text of a document, with the columns task,
+    document and text. Rows of the output: task, domain, documents, long_documents (those with a 13-gram),
+    found_documents (those with a 13-gram that also occurs in the training text), ngrams (distinct ones), found_ngrams.
+    One 13-gram contaminates a document, as in Brown et al. 2020, appendix C.
     """
     # The number of each document, and the hashes of its 13-grams.
     numbers: dict[tuple[str, int], int] = {}

@@ -35,7 +35,7 @@ MAX_DOCUMENT_BYTES = 128 << 20
 MAX_BATCH_BYTES = 1 << 30
 # The cure for text in another encoding, most often Latin-1.
 TO_UTF8 = "iconv -f LATIN1 -t UTF-8 OLD > NEW"
-UNPACK = "do not trust it; unpack the files that you need by hand"
+UNPACK = "do not trust this archive; unpack the files that you need by hand"
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def _columns(path: Path, reading: Reading, names: list[str]) -> list[str]:
     columns = list(dict.fromkeys(column(wanted, names) for wanted in reading.paths))
     for name in columns:
         if name not in names:
-            cure = f"it has {', '.join(map(repr, names))[:300]}; set the one of the text as source.text or --field"
+            cure = f"it has {', '.join(map(repr, names))[:300]}; set source.text or --field to the field of the text"
             raise DemixError(path, f"has no column {name!r}", cure)
     if twice := _twice(name for name in names if name in (columns or names)):
         raise DemixError(path, f"has two columns {twice!r}", "rename one of them")
@@ -332,7 +332,7 @@ def _wanted(path: Path, name: str, reading: Reading) -> bool:
     """Whether a member of an archive should be read, like a file in a folder. Raises DemixError for an attack."""
     steps = name.replace("\\", "/").split("/")
     if steps[0] == "" or steps[0].endswith(":") or ".." in steps or "\0" in name:
-        raise DemixError(path, f"member {name!r} points outside", UNPACK)
+        raise DemixError(path, f"member {name!r} points outside the archive", UNPACK)
     if name.endswith("/"):
         return False
     if reading.members == ("*",):

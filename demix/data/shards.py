@@ -64,14 +64,14 @@ class TokenShard:
             ]
             vocab_size, end_of_text = int(manifest["vocab_size"]), int(manifest["end_of_text"])
             if not 0 <= end_of_text < vocab_size:
-                raise ValueError(f"document ends in {end_of_text} of {vocab_size} types")
+                raise ValueError(f"end_of_text is {end_of_text}, but vocab_size is {vocab_size}")
         except (KeyError, TypeError, ValueError) as error:
             raise DemixError(manifest_path, f"is not a manifest of tokens ({error!r})", REMAKE) from None
         columns = []
         for file, rows, sha256, metadata in expected:
             batch = _map(file)
             if batch.num_rows != rows or batch.schema.metadata != metadata:
-                raise DemixError(file, f"is not the file of {rows} rows in {manifest_path.name}", REMAKE)
+                raise DemixError(file, f"does not have the {rows} rows that {manifest_path.name} records", REMAKE)
             if verify and sha256_file(file) != sha256:
                 raise DemixError(file, f"is damaged: its sha256 is not the one in {manifest_path.name}", REMAKE)
             # `to_numpy` is not used, because it would import pandas, which needs a quarter of a second.
@@ -119,7 +119,7 @@ def tokenize(tokenizer: Path, documents: Path, output: Path) -> None:
     """
     encoder = Tokenizer.load(tokenizer)
     if encoder.fast is None:
-        _log.warning("%s: gigatoken does not follow its rules; encoding %s with tokenizers", tokenizer, documents)
+        _log.warning("%s: gigatoken lacks this tokenizer's rules; encoding %s with tokenizers", tokenizer, documents)
     about = encoder.sha256, encoder.vocab_size, encoder.end_of_text
     try:
         _write_shard(output, _encoded(encoder, documents, exact=False), *about)

@@ -116,7 +116,7 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
 def check_part(source: Source, name: str, part: int) -> None:
     """Raise DemixError if a source does not have this part."""
     if not 0 <= part < source.parts:
-        raise DemixError(f"{name}.source.parts", f"is {source.parts}, so there is no part {part}", "count from 0")
+        raise DemixError(f"{name}.source.parts", f"is {source.parts}, so there is no part {part}", "count parts from 0")
 
 
 def discard(output: Path) -> None:
@@ -279,7 +279,7 @@ def document_of(row: Row, source: Source) -> tuple[str, str, str]:
         text = as_text(select(row.fields, source.text))
     except LookupError as error:
         named = ", ".join(map(repr, row.fields))[:300]
-        cure = f"fields are {named}; set the one of the text as source.text or --field"
+        cure = f"fields are {named}; set source.text or --field to the field of the text"
         raise DemixError(place, f"has no field {error.args[0]!r}", cure) from None
     except TypeError as error:
         raise DemixError(place, f"field {source.text!r} is {error}, not text", "name a text field") from None

@@ -348,7 +348,7 @@ def _check_lossless(source: Path, content: Mapping[str, Any], tokenizer: Tokeniz
     """Raise DemixError for a tokenizer that loses text, or that encodes characters within a text as its end."""
     ends = tokenizer.decode([tokenizer.end_of_text])
     if tokenizer.end_of_text in tokenizer.encode(ends):
-        raise DemixError(source, f"encodes the text {ends!r:.40} as the end of a document, also within one", _CURE)
+        raise DemixError(source, f"encodes the text {ends!r:.40} inside a document as the document's end", _CURE)
     removed = any(step.get("behavior") == "Removed" for step in steps_of(content.get("pre_tokenizer")))
     # The published patterns, which gigatoken supports, match every character of a text.
     if removed and tokenizer.fast is None:
@@ -365,4 +365,4 @@ def _check_numbers(source: Path, content: Mapping[str, Any]) -> None:
     for one in content.get("added_tokens") or ():
         if (number := library.token_to_id(one["content"])) != one["id"]:
             named = f"{one['content']!r:.40} with the id {one['id']}"
-            raise DemixError(source, f"has the added token {named}, which tokenizers encodes as {number}", _CURE)
+            raise DemixError(source, f"has the added token {named}, but tokenizers encodes it as {number}", _CURE)

@@ -28,14 +28,14 @@ DEFAULT = Tempered(*DEFAULTS["tempered"])
 
 
 def tempered_on_dev(dev: Mapping[str, ScoreTable], reset: bool = False) -> dict[Tempered, float]:
-    """The grid of `tempered` with the nats per token of each rule, from the best on.
+    """The rules of the grid of `tempered`, best first, with the nats per token of each.
 
     `dev` holds the table of each training domain's dev split.
 
     Nats per token are the mean, over domains, of two losses with a uniform prior: with all experts, and without the
     domain's own expert. The second loss stands for novel domains. If no expert has the name of the domain, the expert
-    with the lowest loss on it is left out. With two experts or fewer the grid is empty. With `reset` the sums of the
-    rules start again at each block.
+    with the lowest loss on it is left out. With two experts or fewer the grid is empty. With `reset` each rule starts
+    its sum of log-likelihoods again at each block.
     """
     parts = []
     for domain, table in dev.items():

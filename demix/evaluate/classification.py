@@ -200,10 +200,11 @@ def routings(
     near: Mapping[str, np.ndarray] | None,
     tempered: Tempered,
 ) -> Iterator[TaskRouting]:
-    """All routings of a model with `experts`, each mixture also with each `top_k` smaller than the number of experts.
+    """All routings of a model with `experts`.
 
-    `near` has the distances [E] of each context to the experts' clusters, if they have clusters. `tempered` is used for
-    the rule `tempered` without parameters; other rules without parameters have default ones.
+    A routing that mixes experts also occurs with each `top_k` smaller than their number. `near` has the distances [E]
+    of each context to the experts' clusters, if they have clusters. If the rule `tempered` is named without parameters,
+    it has those of the argument `tempered`; other rules then have their default parameters.
     """
     uniform = np.zeros(len(experts))
     mixtures = [TaskRouting("average", lambda one: uniform)]

@@ -69,7 +69,7 @@ def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path, manifes
     learned = {domain: _stream(shard, scoring) for (domain, split), shard in shards.items() if split == "train"}
     if (tokens := sum(map(len, learned.values()))) > MAX_NGRAM_TOKENS:
         cause = f"would count {tokens:,} tokens, but at most {MAX_NGRAM_TOKENS:,} fit in memory"
-        raise DemixError("config key evaluation.ngrams", cause, "remove the n-grams of all text")
+        raise DemixError("config key evaluation.ngrams", cause, "remove the orders that end with _all")
     scored = {".".join(place): shard for place, shard in shards.items() if place[1] != "train"}
     pooled, by_domain = (
         output / folder for folder in ngram_folders(f"{scoring.order}{'' if scoring.train_tokens else '_all'}")

@@ -80,7 +80,7 @@ def tokens_of(task: str, prompt: Prompt, tokenizer: Tokenizer, length: int) -> t
     if len(context) + max(map(len, labels)) > length:
         longest = max(map(len, labels))
         cause = f"has a prompt of {len(context)} tokens and a label of {longest}, too long for blocks of {length}"
-        raise DemixError(f"tasks.{task}", cause, "lower shots, or set tokens to a shorter text")
+        raise DemixError(f"tasks.{task}", cause, "lower the key shots or tokens")
     return context, labels
 
 

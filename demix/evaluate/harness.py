@@ -136,7 +136,7 @@ def evaluate_tasks(
 
     import demix.evaluate.harness_model  # noqa: F401, it registers the name `demix`
 
-    cure = "check the task's YAML file and its data, and the network if it uses it"
+    cure = "check the task's YAML file, its data and, if the task needs it, the network"
     refused = hub.refused_as(f"task {','.join(tasks.asked.tasks)}", "cannot be evaluated", cure)
     # The harness prints messages that are not results.
     with redirect_stdout(sys.stderr), refused, within_memory("--batch-size", "use a smaller one"):
@@ -196,7 +196,7 @@ def score_harness(directory: Path, documents: Path, given: HarnessScoring, outpu
     for name, _, _, found in tasks.documents("write the documents of the tasks again"):
         if pinned.get(name) != found:
             cause = f"holds other documents of {name} than the task has"
-            raise DemixError(documents, cause, "delete the file and rerun the tasks on their documents")
+            raise DemixError(documents, cause, "delete the file, then rerun")
     rows = []
     for weights in given.weights if given.experts else ("dense",):
         mixed = {"experts": ",".join(given.experts), "weights": weights} if given.experts else {}

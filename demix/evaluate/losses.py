@@ -226,7 +226,7 @@ def document_losses(
         pieces.append((numbers, counts, chunk.origins[begins], by_document))
         if byte_lengths is not None:
             if chunk.tokens.max() >= len(byte_lengths):
-                raise DemixError(directory, "has ids that the tokenizer lacks", "name the tokenizer.json of its run")
+                raise DemixError(directory, "has ids that the tokenizer lacks", "name the tokenizer.json of the run")
             byte_count += int(byte_lengths[chunk.tokens].sum())
     every, tokens, origins, totals = _joined(pieces)
     return DocumentLosses(

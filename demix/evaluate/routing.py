@@ -77,7 +77,7 @@ def side_tables_of(table: Path, mixtures: Iterable[PlannedMixture]) -> dict[str,
         with parquet_reader(path) as file:
             names, about = file.schema_arrow.names, file.schema_arrow.metadata or {}
         if about.get(b"clusterer_sha256", b"").decode() != digest(read_json(clusters / "clusterer.json")):
-            raise DemixError(path, "was made with another clusterer than the experts", "route again")
+            raise DemixError(path, "was made with another clusterer than the experts", "run `demix route` again")
         for name in experts:
             if name not in names:
                 raise DemixError(path, f"has no column of {name}", f"choose experts among {', '.join(names)}")

@@ -97,7 +97,7 @@ def _check(directory: Path, part: ScoringPart, texts: Mapping[tuple[str, str], T
     """Raise DemixError for a missing text or expert, another tokenizer, and blocks too long for the model."""
     for domain, split in product(part.domains, part.splits):
         if (domain, split) not in texts:
-            cause, cure = f"is to be scored on {domain} {split}, not an argument", f"give tokens/{domain}/{split}.arrow"
+            cause, cure = f"needs the tokens of {domain} {split}", f"add the argument tokens/{domain}/{split}.arrow"
             raise DemixError(f"model {part.model}", cause, cure)
         shard = texts[domain, split]
         refuse_other_tokenizer(directory, shard.path, shard.tokenizer_sha256, shard.vocab_size)
@@ -112,8 +112,8 @@ def _check(directory: Path, part: ScoringPart, texts: Mapping[tuple[str, str], T
         raise DemixError(f"top_k {part.top_k}", cause, "use fewer, or a model of kind routed")
     wanted = {*(part.experts or part.domains)}
     if (domain_tokens or not part.experts) and not wanted <= {*domain_tokens}:
-        has = f"has the domain tokens {', '.join(domain_tokens)}" if domain_tokens else "has no domain tokens"
-        raise DemixError(directory, has, "score under these, or name experts" if domain_tokens else "name experts")
+        has = f"has only the domain tokens {', '.join(domain_tokens)}" if domain_tokens else "has no domain tokens"
+        raise DemixError(directory, has, "name domain tokens as experts" if domain_tokens else "name experts")
     for expert in expert_names(directory) if domain_tokens else part.experts:
         expert_lineage(directory, expert)
 

@@ -24,7 +24,7 @@ from demix.model.manifest import read_description, read_lineage
 ROW_GROUP_TOKENS = 1 << 16
 ROUNDING = 1e-3
 # The workflow tracks the tables by the manifests of the jobs that write them.
-SCORE_AGAIN = "score the domain again, by `snakemake -R score` (undamaged columns stay as they are) or score_ngrams"
+SCORE_AGAIN = "score the domain again: `snakemake -R score` (n-grams: score_ngrams) keeps undamaged columns"
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _refuse_impossible(path: Path, piece: np.ndarray, row: int, cure: str) -> No
     possible = (piece <= ROUNDING) & (piece > -np.inf)
     if not possible.all():
         first = int(possible.argmin())
-        raise DemixError(path, f"holds {piece[first]:g} in row {row + first}, which is not a log p", cure)
+        raise DemixError(path, f"holds {piece[first]:g} in row {row + first}, which is not a log-probability", cure)
 
 
 def _in_blocks(columns: Sequence[np.ndarray], blocks: int, length: int) -> np.ndarray:
@@ -249,7 +249,7 @@ def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> 
         found = _footer(path).about
         for key, expected in (("shared_sha256", shared), ("expert_sha256", own)):
             if expected is not None and found.get(key.encode(), b"").decode() != expected:
-                cause = f"was scored with other parameters ({key}) than those of {model}"
+                cause = f"was scored with other parameters ({key}) than the model {model} has"
                 raise DemixError(path, cause, SCORE_AGAIN)
 
 
@@ -265,7 +265,7 @@ def refuse_evidence(subject: object, folds: int, asked: str) -> None:
     `asked` describes the use.
     """
     if folds:
-        cause = f"holds masked log-probabilities ({folds} folds), with which {asked} would see the predicted tokens"
+        cause = f"is of a masked model ({folds} folds), whose scores would show {asked} the tokens to be predicted"
         raise DemixError(subject, cause, "mix masked models by average or fitted")
 
 
@@ -315,7 +315,7 @@ def count_to_score(shard: TokenShard, scored: ScoredTokens, length: int) -> int:
     """
     limit = scored.limit(shard.path.stem, length)
     if not (count := len(shard) if limit is None else min(limit, len(shard))):
-        raise DemixError(shard.path, "holds no token to score", "give the domain more words, or raise the limit")
+        raise DemixError(shard.path, "holds no token to score", "give the domain more words")
     return count
 
 

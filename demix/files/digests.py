@@ -30,9 +30,9 @@ def check_inside(path: Path, folder: Path) -> None:
     target, root = (Path(os.path.realpath(place)) for place in (path, folder))
     caches = [place.parent / "blobs" for place in root.parents if place.name == "snapshots"]
     if os.path.lexists(path) and not path.exists():
-        raise DemixError(path, "is a broken link", "put the file itself there")
+        raise DemixError(path, "is a broken link", "replace the link by the file")
     if not target.is_relative_to(root) and target.parent not in caches:
-        raise DemixError(path, f"is a link to {target}, which is outside its folder", "put the file itself there")
+        raise DemixError(path, f"is a link to {target}, which is outside its folder", "replace the link by the file")
 
 
 def sha256_file(path: str | Path) -> str:

@@ -129,7 +129,7 @@ def prompts_of(model: Opened, asked: CompletionRequest) -> list[list[int]]:
     prompts = [model.tokenizer.encode(text).tolist() for text in texts]
     for name, most in (("prompt", max(map(len, prompts))), ("max_tokens", asked.max_tokens)):
         if most > model.max_tokens:
-            raise DemixError(f"request.{name}", f"has {most} tokens", f"ask for at most {model.max_tokens}")
+            raise DemixError(f"request.{name}", f"has too many tokens ({most})", f"ask for at most {model.max_tokens}")
     return prompts
 
 

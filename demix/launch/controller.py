@@ -58,7 +58,7 @@ def ask(command: Sequence[str], holds: str = "") -> str:
                 raise LookupError(done.stderr)
             if done.returncode == 0 and re.search(holds, done.stdout):
                 return done.stdout
-            missing = f"no {holds} in its answer, status {done.returncode}"
+            missing = f"the answer has no {holds}, and the exit status is {done.returncode}"
             message = (done.stderr.strip().splitlines() or [missing])[-1]
         except subprocess.TimeoutExpired:
             message = "no answer in 120 s"

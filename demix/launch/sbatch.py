@@ -53,7 +53,7 @@ class Rank:
         with noting(self.jobs / f"{job_id}.{restarts}.notes", rank):
             if restarts > REQUEUES:
                 cure = "raise cluster.minutes, then rerun: training resumes from the last checkpoint"
-                raise DemixError(f"job {job_id}", f"was requeued {restarts} times", cure)
+                raise DemixError(f"job {job_id}", f"did not finish and was requeued {restarts} times", cure)
             distributed = submitit.helpers.TorchDistributedEnvironment()
             _resolve(distributed.master_addr)
             distributed.export(set_cuda_visible_devices=False, overwrite=True)

@@ -180,9 +180,10 @@ def remove_finished(job: TrainingJob) -> None:
 
 
 def remove_collected(checkpoints: Path) -> None:
-    """Remove the results of trainings below `checkpoints` that were collected, so that weights have a second hard link.
+    """Remove the collected results of trainings below `checkpoints`.
 
-    Call this when Snakemake has recorded them. Results that were not collected yet are kept.
+    Results count as collected if each file of weights has a second hard link, which `collect` makes. Other results are
+    kept. Call this function when Snakemake has recorded the collected results.
     """
     for finished in [*checkpoints.rglob("finished-*")]:
         weights = [path.stat().st_nlink for path in finished.rglob("*.safetensors")]

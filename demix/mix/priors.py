@@ -59,8 +59,8 @@ def released_log_priors(scores: np.ndarray, mask: np.ndarray, first: First = (No
 
     Blocks form batches of two with one prior. The posterior of a block is the weights at its last position, which
     depend only on the prior and the second-to-last token. The posterior of a batch is the mean of its blocks'
-    posteriors, and the prior is the `ewm(alpha=0.3, adjust=False)` of the batches' posteriors. The number of blocks
-    before these is even.
+    posteriors, and the prior is the `ewm(alpha=0.3, adjust=False)` of the batches' posteriors. An even number of blocks
+    must precede `scores`, so that all batches are whole.
     """
     (blocks, _, experts), (start, seen) = scores.shape, first
     log_priors = np.full((blocks + 1, experts), -np.log(experts))

@@ -71,7 +71,7 @@ class WeightsRule(ABC):
 
         A rule that uses earlier blocks raises DemixError: an updating or cached prior would count their evidence twice.
         """
-        raise DemixError(f"weights {self}", "use more than one block", "combine them with the prior uniform or fitted")
+        raise DemixError(f"mixing rule {self}", "uses earlier blocks, like this prior", "use prior uniform or fitted")
 
     def posteriors(self, scores: np.ndarray, mask: np.ndarray, log_priors: np.ndarray) -> np.ndarray:
         """The posterior [B, E] after a whole block; before each token it is `log_weights` of `demix.mix.mixtures`."""
@@ -374,10 +374,10 @@ def weights_rule(weights: str | Weights) -> WeightsRule:
     try:
         parsed = weights if isinstance(weights, Weights) else parsed_weights(weights)
     except ValueError as error:
-        raise DemixError(f"weights {weights}", *error.args) from None
+        raise DemixError(f"mixing rule {weights}", *error.args) from None
     if parsed.open:
         form = f"{parsed.family}({','.join(parsed.rules.parameters)})"
-        raise DemixError(f"weights {weights}", "lack parameters", f"give them as {form}")
+        raise DemixError(f"mixing rule {weights}", "lack parameters", f"give them as {form}")
     return CLASSES[parsed.family](*parsed.parameters)
 
 
@@ -389,8 +389,8 @@ def released_rule(rule: WeightsRule) -> WeightsRule:
 def _distances(chunk: Chunk) -> np.ndarray:
     """The squared distances [B, T, E] of a chunk. Raises DemixError if there are none."""
     if chunk.distances is None:
-        cause = "need the distances of the text to the experts' clusters"
-        raise DemixError("weights cluster", cause, "use a model whose run has routing tables")
+        cause = "needs the distances of the text to the experts' clusters"
+        raise DemixError("mixing rule cluster", cause, "use another rule, or a model with a cluster for each expert")
     return chunk.distances
 
 

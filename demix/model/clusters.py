@@ -65,7 +65,7 @@ def clusters_of(directory: Path) -> Clusters:
     directory = Path(directory)
     if (found := _found(directory)) is None:
         cure = "use another rule, or add by_domain: {method: metadata} to the run's clusterings"
-        raise DemixError(directory, "has no clustering of its experts in its run or folder", cure)
+        raise DemixError(directory, "has no clustering with a cluster for each expert, in its run or its folder", cure)
     refuse_other_clusters(directory, found.folder, [path.stem for path in directory.glob("experts/[!.]*.json")])
     return found
 

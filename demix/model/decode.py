@@ -179,7 +179,7 @@ def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> np.ndarra
     for name, weight in weights.items():
         if name not in experts:
             cure = nearest(name, experts, "add an expert")
-            raise DemixError(f"prior of {name}", "names no expert of this model", cure)
+            raise DemixError(f"prior of {name}", "is given, but the model has no such expert", cure)
         if not 0 <= weight < math.inf:
             raise DemixError(f"prior of {name}", f"is {weight}", "give a number of at least 0")
     total = sum(weights.values())
@@ -221,7 +221,7 @@ def named_prior(
     refused = weights.rules.refused
     name = name or ("uniform" if refused or weights.rules.routed else "updating")
     if name in refused:
-        raise DemixError(f"--prior {name}", f"counts the evidence of {weights.family} twice", "use uniform or a domain")
+        raise DemixError(f"--prior {name}", f"would count {weights.family}'s evidence twice", "use uniform or a domain")
     if name in ("updating", "uniform"):
         return log_prior_of(experts, dict.fromkeys(experts, 1.0)), DECAY if name == "updating" else None
     if "=" in name:

@@ -123,7 +123,7 @@ def expert_lineage(directory: Path, expert: str, *needed: str) -> ExpertManifest
         raise unknown_expert(directory, expert)
     lineage, described = read_lineage(path, *needed), describe(directory)
     if lineage.name != expert and "name" in lineage.content:
-        raise DemixError(path, f"describes the expert {lineage.name}", "rename the file to this name")
+        raise DemixError(path, f"describes the expert {lineage.name}, not {expert}", "rename the file")
     if lineage.shared_sha256 != described.shared_sha256:
         raise DemixError(path, "belongs to a model with other shared weights", "train or adapt it again")
     if described.experts.get(expert) not in (None, digest(lineage.content)):

@@ -54,12 +54,15 @@ OPTIONS = [*USUAL]
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json for the option `ours`: one of `Architecture` (`routed.…`: of `Routed`), or of `Others`.
+    """A key of config.json for an option of demix.
+
+    `ours` names the option: a field of `Architecture`, of `Routed` (written `routed.…`) or of `Others`.
 
     Import uses `default` if the key is absent, and ignores a null. Sizes have no default: every config of transformers
-    has them, and tensors fit no other size. `values` maps their values to ours, if they differ. Export writes the key
-    `always`, only if the option does not follow from the sizes (`unusual`), or `never`. A key that is not `read` is
-    only written. If several keys stand for one option, they must agree.
+    has them, and tensors fit no other size. `values` maps the values of the key to values of the option, if they
+    differ. By `written`, export writes the key always (`always`), only if the option does not follow from the sizes
+    (`unusual`), or never (`never`). A key that is not `read` is only written. If several keys stand for one option,
+    they must agree.
     """
 
     ours: str
@@ -215,17 +218,19 @@ def _of_module(ours: str, theirs: str | tuple[str, ...]) -> Iterator[tuple[str, 
 class Format:
     """The checkpoint format of one architecture, called `name` in the key `model_type` and `title` in texts.
 
-    `model_class` is its class in transformers. `keys` are the keys of config.json for our options. `fixed` are our
-    options that have only one value in the format; options in neither table have the default. Keys in `must` must have
-    the given value (in a list, all items); keys in `ignored` have no effect. Exports also write the keys `writes`.
+    `model_class` is its class in transformers. `keys` are the keys of config.json for demix's options. `fixed` are
+    demix's options that have only one value in the format. An option that is in neither `keys` nor `fixed` has demix's
+    default. Keys in `must` must have the given value; if the value in config.json is a list, all its items must equal
+    the given value. Keys in `ignored` have no effect. Exports also write the keys `writes`.
 
-    `outside` and `block` map their modules outside and inside the layers to ours; names of the latter begin with
-    `blocks`. The modules in a tuple are joined along the first axis (gate and up projection: `feedforward.up`).
-    `changes` has, for some of our modules, the function that converts the tensors on disk to ours, and its inverse.
-    Names of tensors on disk may lack `prefix`; tensors with an ending in `buffers` are not parameters.
+    `outside` maps modules of demix outside the layers to modules of the format, `block` those inside a layer. In the
+    format, the names of modules in layers begin with `blocks`. Several modules of the format in a tuple are joined
+    along the first axis, as gate and up projection to `feedforward.up`. `changes` has, for some modules of demix, the
+    function that converts the format's tensors to demix's, and its inverse. Names of tensors on disk may lack `prefix`;
+    tensors with an ending in `buffers` are not parameters.
 
     With `heads_divide_width`, the number of heads must divide the width even if heads have their own width. A format
-    that is `export_only` cannot be imported. Token ids are higher than ours by `shift`.
+    that is `export_only` cannot be imported. Token ids are higher than demix's by `shift`.
     """
 
     name: str

@@ -108,10 +108,10 @@ class GPT(LanguageModel):
 
         `domains` [E, B] are the domain tokens before the sequences. Only domain-token models have them, and no state is
         returned for their position. `dtype` is the type of the computation (default: the type of the parameters).
-        `past` has one entry per layer, from `no_past`: `inputs` follow its positions and are added to it, without a
-        domain token before them. It requires gradients to be off. A training pass gives the list `auxiliary`, to which
-        layers with a trained router append their losses; routed experts then have a capacity. It may also give a
-        `dropout`.
+        `past`, from `no_past`, has the keys and values of earlier positions, one entry per layer. `inputs` then
+        continue these positions without a domain token, and their keys and values are appended to `past`; gradients
+        must be off. A training pass gives the list `auxiliary`, to which layers with a trained router append their
+        losses. Only with `auxiliary` do routed experts have a capacity. A training pass may also give a `dropout`.
         """
         start = past[0].seen if past else 0
         led = bool(self.domain_tokens) and not start
@@ -171,7 +171,7 @@ class GPT(LanguageModel):
         rooms = [past[0].positions] if past else []
         rooms += [] if self.position_embedding is None else [len(self.position_embedding)]
         if positions > min(rooms, default=positions):
-            raise DemixError("inputs", f"end at position {positions}; the last is {min(rooms)}", "give fewer tokens")
+            raise DemixError("inputs", f"need {positions} positions of only {min(rooms)}", "give fewer tokens")
         if inputs.numel() and not (inputs.is_cuda and torch.is_grad_enabled()):
             least, most = (int(bound) for bound in inputs.aminmax())
             if least < (MASKED if self.masked else 0) or most >= self.vocab_size:
@@ -199,7 +199,7 @@ class GPT(LanguageModel):
     ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
         """Split named `tensors` of this model, by default its parameters, into (shared, own by expert).
 
-        An expert's own have no axis of experts.
+        The tensors of one expert have no axis of experts.
         """
         tensors = {name: p.detach() for name, p in self.named_parameters()} if tensors is None else tensors
         shared = {name: tensor for name, tensor in tensors.items() if not self.owned(name)}

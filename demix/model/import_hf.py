@@ -210,7 +210,7 @@ def _opened(weights: Sequence[Path]) -> Iterator[Places]:
             except SafetensorError as error:
                 raise DemixError(path, f"is not a safetensors file ({error})", "download it again") from None
             if twice := names & places.keys():
-                cause = f"holds {min(twice)}, and so does {places[min(twice)][0].name}"
+                cause = f"holds {min(twice)}, which is also in {places[min(twice)][0].name}"
                 raise DemixError(path, cause, "download the checkpoint again")
             places |= dict.fromkeys(names, (path, file))
         if not places:

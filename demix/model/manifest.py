@@ -99,9 +99,9 @@ class Branched(OpenSettings):
 class SeedManifest(OpenSettings):
     """The content of `seeds/<model>/step-<n>/manifest.json`: the state of a training after `step` updates.
 
-    `training` are the settings that identify the training, `data_sha256` the tokens that it read by domain, `sha256`
-    the hashes of the state's files. `loss_scale` is that of the next update in fp16. `choices` are those of merged
-    experts, as in their lineage.
+    `training` are the settings that identify the training. `data_sha256` has, by domain, the hash of the tokens that
+    the training read, and `sha256` the hashes of the state's files. `loss_scale` is the factor of the loss in the next
+    update in fp16. If the training started from merged experts, `choices` are these experts, as in their lineage.
     """
 
     step: Count
@@ -262,7 +262,7 @@ def _stated(path: Path, form: type[T], what: str, cure: str, needed: tuple[str, 
         stated = settings_from(form, content, "")
         for key in needed:
             if content.get(key) is None:
-                raise DemixError(key, "is missing", "this command needs it")
+                raise DemixError(key, "is missing", "but this command needs it")
     except DemixError as error:
         fault = f"{error.subject.strip('.')} {error.cause}, {error.cure}"
         raise DemixError(path, f"does not describe {what} ({fault})", cure) from None

@@ -203,8 +203,8 @@ def join_metrics(metrics: Sequence[Path], output: Path) -> None:
     """Write the metrics of several trainings with the same steps to `output`, as those of one training.
 
     Tokens are summed over the trainings; those of a dense warm start are counted once. A loss is the mean over the
-    trainings. Tokens per second are those of one process that does the trainings in turn. Gradient norms are kept per
-    training. Raises DemixError if the steps differ.
+    trainings. Tokens per second are computed as if one process did the trainings one after the other. Gradient norms
+    are kept per training. Raises DemixError if the steps differ.
     """
     parts = [read_json_lines(path) for path in metrics]
     for path, rows in zip(metrics, parts, strict=True):
@@ -233,9 +233,9 @@ def parents_of(directory: Path, weights: Mapping[str, float]) -> dict[str, Exper
 
 
 def learned_of(experts: Collection[ExpertManifest]) -> dict[str, Any]:
-    """The steps, tokens and data of several `experts` together, and the tokens of their seeds by sha256.
+    """The steps, tokens and data of several `experts` together, and the tokens of the states from which they started.
 
-    A seed from which several of them started is counted once.
+    These states, `seeds`, are listed by sha256. A state from which several experts started is counted once.
     """
     seeds = {sha256: tokens for one in experts for sha256, tokens in one.seeds.items()}
     own = sum((one.tokens or 0) - sum(one.seeds.values()) for one in experts)
@@ -282,7 +282,7 @@ def prior_weights(path: Path, model: str, domain: str, experts: str, kind: str =
         there = sorted({f"{row['model']}/{row['experts']} on {row['domain']}" for row in rows})
         wanted_name = f"{model}/{experts} on {domain}"
         raise DemixError(
-            path, f"holds no prior of {wanted_name} ({kind})", nearest(wanted_name, there, "evaluate first")
+            path, f"holds no prior of {wanted_name} ({kind})", nearest(wanted_name, there, "run the evaluation first")
         )
     return found
 

@@ -91,7 +91,7 @@ class DEMixLayer(Experts):
     """One feedforward per expert (paper, section 3.2). The first axis of the input chooses the expert (Eq. 3)."""
 
     def forward(self, x: Tensor, auxiliary: list[RouterLoss] | None = None) -> Tensor:
-        """Map `x` [E, B, T, D] to [E, B, T, D]. Every expert gets an `x` of [1, B, T, D].
+        """Map `x` [E, B, T, D] to [E, B, T, D]. If `x` is [1, B, T, D], every expert gets the same `x`.
 
         The layer adds nothing to `auxiliary`: the domain chooses the expert, so there is no router to train.
         """

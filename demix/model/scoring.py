@@ -67,7 +67,9 @@ def trunk_log_probabilities(
     domain_tokens: tuple[str, ...] | None = None,
     first: int = 0,
 ) -> np.ndarray:
-    """`log_probabilities` of all trunks of a model: [E, tokens] in the order of `columns_of`, or of `domain_tokens`.
+    """`log_probabilities` under all experts of a model: [E, tokens] in the order of `columns_of` or `domain_tokens`.
+
+    `trunks` are the model's GPTs, each with some of the experts (`demix.model.directory.load_experts`).
 
     `advance` is called with the number of tokens that were scored since its last call. Raises DemixError for an expert
     whose log-probabilities are not all finite.

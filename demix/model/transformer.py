@@ -205,7 +205,7 @@ def rotated(x: Tensor, by: CosSin) -> Tensor:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Drops the fraction `rate` of the units that attention and feedforward of each layer add.
+    """Drops the fraction `rate` of the units that attention and feedforward of each layer add to the residual stream.
 
     Units are dropped independently at each position, at the same places as in OPT (`OPTDecoderLayer` of transformers):
     after the last map of attention and of the feedforward. Attention weights and embeddings have no dropout. `seeds`, E

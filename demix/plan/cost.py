@@ -266,9 +266,9 @@ class ScoringCosts:
 class DomainPlan:
     """The cost of one domain; its numbers are None if neither the config nor a local file bounds them.
 
-    `words`: the budgets of the three splits, or the words in local files. `read`: the words that are read for them.
-    `disk`: maximum bytes of raw text (removed after anonymization), plus bytes of documents, corpus and tokens.
-    Downloaded files of a url source are not counted.
+    `words`: the budgets of the three splits, or the words in local files. `read`: the words that are read from the
+    source to fill the splits. `disk`: maximum bytes of raw text (removed after anonymization), plus bytes of documents,
+    corpus and tokens. Downloaded files of a url source are not counted.
     """
 
     domain: str

@@ -37,8 +37,8 @@ def named_runs(folders: Sequence[Path]) -> list[QueryRun]:
     if not folders:
         folders = sorted(path.parent for path in RESULTS.glob("*/config.json"))
         if len(folders) != 1:
-            found = f"there are {', '.join(map(str, folders))}" if folders else f"{RESULTS} holds none"
-            raise DemixError("RUN", f"is not named, and {found}", "name a run's folder, results/<run>")
+            found = f"there are several: {', '.join(map(str, folders))}" if folders else f"{RESULTS} holds no run"
+            raise DemixError("RUN", f"is missing, and {found}", "name a run's folder, results/<run>")
     places = [folder.resolve() for folder in folders]
     names = [place.name for place in places]
     runs = list[QueryRun]()

@@ -104,12 +104,8 @@ def _check_model(run: Run, model: Model) -> None:
     if model.parent and not model.mixes:
         _check_branch(run, model)
     if model.sweeps and (model.in_parts or model.mixes or model.base.initial):
-        cause = (
-            "cannot be used for a model that is trained in several parts or starts from a model: no trial matches it"
-        )
-        raise DemixError(
-            f"config key models.{model.name}.sweep", cause, "give this entry sweep: null and a learning_rate"
-        )
+        cause = "cannot be used: no trial matches a model that is trained in several parts or starts from a model"
+        raise DemixError(f"config key models.{model.name}.sweep", cause, "set sweep: null and a learning_rate")
     if settings.sweep and settings.sweep.tokens < model.step_tokens:
         cause = f"is {settings.sweep.tokens}, less than the {model.step_tokens} tokens of one step of {model.name}"
         raise DemixError("config key training.sweep.tokens", cause, "raise it")
@@ -134,7 +130,9 @@ def _check_branch(run: Run, model: Model) -> None:
     for name in own if not model.restarts else ():
         if name in given and given[name] != of_parent.get(name):
             cause = f"is {given[name]}, but its parent {model.parent} has {of_parent.get(name)}"
-            raise DemixError(f"{key}.{name}", cause, "remove it, or the entry's preset: a branch inherits its parent's")
+            raise DemixError(
+                f"{key}.{name}", cause, "remove it, or the entry's preset: parent and branch have the same"
+            )
     if model.settings.seed_tokens < model.parent_step_tokens:
         cause = f"is {model.settings.seed_tokens}, less than the {model.parent_step_tokens} tokens of one step"
         raise DemixError(f"{key}.seed_tokens", cause, "raise it, or remove parent")
@@ -188,7 +186,8 @@ def _check_weights(run: Run) -> None:
     """Raise DemixError if the rule that tables need is missing, or if a cluster rule has no clusters in a model."""
     named = run.config.evaluation.weights
     if "history" not in named:
-        raise DemixError("config key evaluation.weights", "lacks history, which the report's tables use", "add history")
+        cause = "lacks the mixing rule history, which the report's tables need"
+        raise DemixError("config key evaluation.weights", cause, "add history to the list")
     check_clustered("config key evaluation.weights", {str(one): parsed_weights(one) for one in named}, run.planned)
 
 
@@ -222,7 +221,7 @@ def _check_systems(run: Run) -> None:
         if system.pairs and {columns_of(run, model) for model in system.pairs} != {run.training}:
             raise DemixError(key, "has pairs of models without an expert for each domain", "name two with such experts")
         if system.columns.get(CACHE) is not None:
-            raise DemixError(key, "gives a rule to the cache, which has no experts", "write cache: null")
+            raise DemixError(key, "gives a mixing rule to the model cache, which has no experts", "write cache: null")
         rules = [system.weights] if system.pairs else [one for one in system.columns.values() if one]
         chosen = ({"tempered"} & {*run.config.evaluation.weights}) | ({"switching"} & {*system.columns.values()})
         for weights, parsed in ((one, parsed_weights(one)) for one in rules if one not in chosen):

@@ -39,7 +39,7 @@ def check_clustered(key: str, rules: Mapping[str, Weights], models: Iterable[Mod
     """Raise DemixError if a rule of the config `key` needs distances to clusters and a model has no clusters."""
     for weights, model in product((name for name, parsed in rules.items() if parsed.rules.routed), models):
         if model.kind.has_experts and not (model.routing or model.removed or model.masked):
-            cause, cure = f"{weights} has no clustering for {model.name}", "add by_domain: {method: metadata}"
+            cause, cure = f"{weights} needs a clustering of {model.name}", "add by_domain: {method: metadata}"
             raise DemixError(key, cause, f"{cure} to clusterings")
 
 

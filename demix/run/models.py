@@ -347,7 +347,8 @@ def row_named(models: Iterable[Model], name: str, key: str, *, experts: bool = T
         if model.name == name:
             return model
     cure = nearest(name, (model.name for model in fitting), "add an entry to models")
-    raise DemixError(f"config key {key}", f"is {name}, which is not a model entry of that type", cure)
+    wanted = "with an expert per domain" if experts else "without experts"
+    raise DemixError(f"config key {key}", f"is {name}, which is not a causal entry {wanted}", cure)
 
 
 # The expert names of a merged model, which is a single model.

@@ -77,9 +77,9 @@ def _check_labels(rows: Mapping[str, Row]) -> None:
         others = {other: one.label for other, one in rows.items()} | paper
         if name in PAPER:
             if row.label != paper[name]:
-                raise DemixError(key, "is given for one of the paper's entries, which keep their names", "remove it")
+                raise DemixError(key, "cannot be set for the paper's entries, which keep their names", "remove it")
         elif same := [other for other, label in others.items() if label == row.label and other != name]:
-            raise DemixError(key, f"is {row.label}, which is also the label of {same[0]}", "choose another")
+            raise DemixError(key, f"is {row.label}, which is also the label of {same[0]}", "use another label")
 
 
 def _row(config: Config, name: str, rows: dict[str, Row]) -> Row:
@@ -90,13 +90,13 @@ def _row(config: Config, name: str, rows: dict[str, Row]) -> Row:
     kind = KINDS[own.pop("kind")]
     label = own.pop("label", kind.label if name == kind.name else name)
     if name in PAPER and kind.name != name:
-        raise DemixError(f"{key}.kind", f"is {kind.name}", "use this kind in an entry of another name")
+        raise DemixError(f"{key}.kind", f"is {kind.name}, not {name}", "use this kind in an entry of another name")
     initial = own.pop("parent") if "/" in own.get("parent", "") else ""
     parent = _parent(config, key, kind, own, initial, rows)
     mixes = parent is not None and parent.kind.name in MERGEABLE
     if parent and "architecture" in own:
-        cause = f"is given for an entry that starts from {parent.name}"
-        raise DemixError(f"{key}.architecture", cause, "remove it: the entry has its parent's")
+        cause = f"cannot be set for an entry that starts from {parent.name} and has its architecture"
+        raise DemixError(f"{key}.architecture", cause, "remove it")
     # A model in a folder has no schedule that could continue.
     restarts = {"schedule": "restart"} if kind.has_routers and parent and not mixes else {}
     if kind.anchored:
@@ -123,7 +123,7 @@ def _row(config: Config, name: str, rows: dict[str, Row]) -> Row:
         cause = f"is {settings.weight_decay:g}, but the parent's frozen feedforwards would decay, too"
         raise DemixError(f"{key}.weight_decay", cause, "use 0")
     if settings.trained and not (mixes or initial):
-        cause = "is given for an entry that does not start from routed experts"
+        cause = "cannot be set for an entry that does not start from routed experts"
         cure = f"set a parent of kind {' or '.join(MERGEABLE)}, or remove it"
         raise DemixError(f"{key}.trained", cause, cure)
     sequences = len(domains) * parent.settings.sequences if parent and own.get("schedule") == "restart" else 0
@@ -159,7 +159,7 @@ def _routed(key: str, own: dict[str, Any], merged: Row | None) -> dict[str, Any]
     """The keys of an entry of kind routed, with defaults; `merged` is the entry whose experts are merged."""
     for size in ("experts", "every") if merged else ():
         if size in own:
-            raise DemixError(f"{key}.{size}", "is given together with a parent whose experts are merged", "remove it")
+            raise DemixError(f"{key}.{size}", "cannot be set if the parent's experts are merged", "remove it")
     experts = len(merged.learned) + merged.kind.anchored if merged else 8
     sizes: dict[str, Any] = {"experts": experts, "top_k": 2 if merged else 1, "every": 1, "balance": 0.01, **own}
     return {"capacity": 1.25 if sizes["top_k"] == 1 else 2.0} | sizes
@@ -197,7 +197,7 @@ def _check_masked(row: Row) -> None:
         cause = f"is {row.kind.name}, but masked models have no domain tokens"
         raise DemixError(f"{key}.kind", cause, "use dense")
     if row.settings.averages:
-        cause = "is given for a masked model, whose experts cannot be weighted by the text"
+        cause = "cannot be set for a masked model, whose experts the text cannot weight"
         raise DemixError(f"{key}.averages", cause, "remove it")
     if row.mixes:
         cause = "is a masked model, which cannot become token-routed"
@@ -212,7 +212,7 @@ def _check_data(name: str, data: str, config: Config) -> None:
     if known[data].method == "metadata":
         raise DemixError(key, f"is {data}, whose clusters are the domains", "remove it")
     if name in PAPER:
-        raise DemixError(key, f"is given for the entry {name}", "add an entry of another name")
+        raise DemixError(key, f"cannot be set for the entry {name}", "add an entry of another name")
 
 
 def _parent(
@@ -227,11 +227,11 @@ def _parent(
         cause = "is missing, but experts of kind anchored train next to a frozen model"
         raise DemixError(f"{key}.parent", cause, "name an entry of kind dense and seed_tokens, or a model's folder")
     if "schedule" in own and name is None:
-        cause = "is given for an entry that does not start from another entry's state"
+        cause = "cannot be set for an entry that does not start from another entry's state"
         raise DemixError(f"{key}.schedule", cause, "remove it, or give parent and seed_tokens")
     if initial.startswith(HUB):
         cure = "import it with `demix import`, and name the folder that was written"
-        raise DemixError(f"{key}.parent", f"is {initial}, an address of the hub", cure)
+        raise DemixError(f"{key}.parent", f"is {initial}, an address of the hub, not a folder", cure)
     if initial:
         refuse_unnamable(initial)
         if seed_tokens is not None:
@@ -240,8 +240,7 @@ def _parent(
     entries = {one: entry for one, entry in config.models.items() if entry is not None}
     if name and kind.routed and name in entries and entries[name].kind in MERGEABLE:
         if seed_tokens is not None:
-            cause = f"is given together with the parent {name} of kind {entries[name].kind}, "
-            cause += "whose whole training comes before"
+            cause = f"cannot be set: the whole training of the parent {name} comes before"
             raise DemixError(f"{key}.seed_tokens", cause, "leave it out")
         return _row(config, name, rows)
     if (name is None) != (seed_tokens is None):
@@ -250,7 +249,7 @@ def _parent(
     if name is None or seed_tokens is None:
         return None
     if kind.batches != "by_domain" and not (restarts or kind.routed):
-        cause = f"is given for an entry of kind {kind.name}"
+        cause = f"cannot be set for an entry of kind {kind.name}"
         raise DemixError(f"{key}.parent", cause, "use kind: demix, add schedule: restart, or remove it")
     dense = [one for one, entry in entries.items() if entry.kind == "dense" and "/" in (entry.parent or "/")]
     if name not in dense:
@@ -261,6 +260,6 @@ def _parent(
         cause = f"is {seed_tokens}, more than the {parent.settings.tokens} tokens of {name}"
         raise DemixError(f"{key}.seed_tokens", cause, "lower it")
     if (restarts or kind.has_routers) and own.get("sweep") not in (None, written(parent.settings)["sweep"]):
-        cause = "is given for an entry that restarts, but trials cannot start from its parent's state"
+        cause = "cannot be set for an entry that restarts, as trials cannot start from its parent's state"
         raise DemixError(f"{key}.sweep", cause, "give the entry a learning_rate")
     return parent

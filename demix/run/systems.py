@@ -153,9 +153,9 @@ def merged_label(merged: Merged) -> str:
 
 
 def systems_of(row: str, kind: Kind, label: str) -> tuple[System, ...]:
-    """The systems that a trained model forms with the experts (or domain tokens) of its training domains.
+    """The systems of a trained model with the experts (or domain tokens) of its training domains.
 
-    `label` is the model's name in tables.
+    There is one system per mixing method and rule. `label` is the model's name in tables.
     """
     if kind.domain_tokens:
         return (System(label, row, "training", "naive"),)

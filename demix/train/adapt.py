@@ -205,7 +205,7 @@ class _Adapting:
                 best = found
         if best is None:
             cause = "diverged at every learning-rate factor of the sweep"
-            raise DemixError(self.directory, cause, "use lower factors")
+            raise DemixError(self.directory, cause, "use lower values of adaptation.sweep.factors")
         return best._replace(lineage=best.lineage | {"trials": trials}), states
 
     def trial(self, adaptation: Adaptation) -> _Adapted:

@@ -182,7 +182,7 @@ def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel
     architecture = begun.described | ({} if own.position == "learned" else {"context": parents["context"]})
     if parents != architecture:
         cause = f"has the architecture {parents}, but this training has {architecture}"
-        raise DemixError(directory, cause, "set the section architecture to that of the model")
+        raise DemixError(directory, cause, "give the section architecture the model's values")
     refuse_other_tokenizer(directory, Path("tokens"), identity["tokenizer_sha256"])
     manifest = SeedManifest(
         step=0,

@@ -50,10 +50,10 @@ def group_of(name: str) -> Group:
 class Optimizers:
     """One optimizer for each group of the named `parameters`, all with the same schedule.
 
-    `holders` lists the other ranks that have a parameter, if any. For matrices with Muon, and with `shard_optimizer`
-    for all parameters, only one of these ranks keeps the moments, updates the parameter and sends it to the others.
-    This is stage 1 of ZeRO (Rajbhandari et al. 2020, section 5.1), by whole parameters. `architecture` is that of the
-    model.
+    `holders` lists the other ranks that have a parameter, if any. Of all ranks that have a parameter, only one keeps
+    its moments, updates it and sends it to the others: always for a matrix under Muon, and with `shard_optimizer` for
+    every parameter. This is stage 1 of ZeRO (Rajbhandari et al. 2020, section 5.1), by whole parameters. `architecture`
+    is the model's.
     """
 
     def __init__(

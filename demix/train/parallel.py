@@ -99,9 +99,7 @@ def joined() -> Iterator[World]:
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if not os.environ.keys() & {"DEMIX_LAUNCHER", "DEMIX_FINGERPRINT"}:
         # If another program has set this variable, this process would wait for ranks that do not exist.
-        message = (
-            "rank %d of WORLD_SIZE=%d waits at %s for the others, at most %d minutes; if it is the only one, unset it"
-        )
+        message = "rank %d of %d waits at %s for the other ranks, at most %d minutes; if none exist, unset WORLD_SIZE"
         log.warning(message, rank, size, place, TIMEOUT.total_seconds() / 60)
     end_with_launcher()
     try:

@@ -225,7 +225,7 @@ def _initial(training: ModelTraining, architecture: Architecture, shard: TokenSh
     kind = training.row
     if kind.has_routers != bool(architecture.routed):
         cause = f"{'lacks' if kind.has_routers else 'has'} routed, but the model is of kind {kind.name}"
-        raise DemixError("--settings.architecture", cause, "copy both from the command that snakemake prints")
+        raise DemixError("--settings.architecture", cause, "copy kind and --settings from snakemake's command")
     # A model without expert tensors also stores its feedforwards in a separate file, as those of its one expert.
     scope = "feedforward" if kind.expert_scope == "none" else kind.expert_scope
     own = tuple(training.experts[number] for number in placement.experts)

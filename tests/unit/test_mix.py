@@ -187,17 +187,17 @@ def test_posterior_traces_equal_the_slow_reference(table, weights, decay) -> Non
 @pytest.mark.parametrize(
     ("method", "weights", "subject"),
     [
-        ("uniform", "last", "weights last"),
-        ("uniform", "32", "weights 32"),
-        ("updating", "tempered(0.2,0.98)", "weights Tempered(beta=0.2, gamma=0.98)"),
-        ("uniform", "cluster(0.1)", "weights cluster"),
-        ("uniform", "tempered", "weights tempered"),
-        ("uniform", "tempered(0.2)", "weights tempered(0.2)"),
-        ("uniform", "tempered(0.2,1.5)", "weights tempered(0.2,1.5)"),
-        ("uniform", "switching(nan)", "weights switching(nan)"),
-        ("uniform", "history(1)", "weights history(1)"),
-        ("uniform", "cluster(0)", "weights cluster(0)"),
-        ("uniform", "cluster+", "weights cluster+"),
+        ("uniform", "last", "mixing rule last"),
+        ("uniform", "32", "mixing rule 32"),
+        ("updating", "tempered(0.2,0.98)", "mixing rule Tempered(beta=0.2, gamma=0.98)"),
+        ("uniform", "cluster(0.1)", "mixing rule cluster"),
+        ("uniform", "tempered", "mixing rule tempered"),
+        ("uniform", "tempered(0.2)", "mixing rule tempered(0.2)"),
+        ("uniform", "tempered(0.2,1.5)", "mixing rule tempered(0.2,1.5)"),
+        ("uniform", "switching(nan)", "mixing rule switching(nan)"),
+        ("uniform", "history(1)", "mixing rule history(1)"),
+        ("uniform", "cluster(0)", "mixing rule cluster(0)"),
+        ("uniform", "cluster+", "mixing rule cluster+"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(method: str, weights: str, subject: str) -> None:

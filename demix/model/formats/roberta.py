@@ -53,7 +53,7 @@ class _Roberta(Format):
         content = json.loads(encoder.definition)
         tokens, added = tokens_of(content)
         if reserved := {PAD, MASK} & {*tokens, *(one["content"] for one in added)}:
-            raise DemixError("tokenizer", f"has the token {min(reserved)}", "export a model with another tokenizer")
+            raise DemixError("tokenizer", f"has the token {min(reserved)}, which RoBERTa adds", "use another model")
         mask, end = encoder.vocab_size + self.shift, encoder.decode([encoder.end_of_text])
         content["model"]["vocab"] = (
             {PAD: 0} | {token: number + self.shift for token, number in tokens.items()} | {MASK: mask}
