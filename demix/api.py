@@ -58,7 +58,10 @@ def load(
 
 
 def open_run(run: str | Path) -> "OpenedRun":
-    """Open the run in the folder `run`, results/<run>; it need not be finished. Raises DemixError if there is none."""
+    """Open the run in the folder `run`, results/<run>; it need not be finished.
+
+    Raises DemixError if the folder holds no run.
+    """
     from demix.query.ask import named_runs
 
     (found,) = named_runs([Path(run)])
@@ -72,7 +75,7 @@ class TokenScores:
     `tokens` are the tokens' texts; a character belongs to the token with its last UTF-8 byte. `ids` [N] int64 are their
     ids. `log_probabilities` [N, E] are log p of each token under each of `experts`, `weights` [N, E] the experts'
     weights when the token was predicted (each row sums to 1), and `mixture` [N] log p under the mixture, all float64.
-    All are computed from only the tokens before.
+    The values of a token are conditioned only on the tokens before it.
     """
 
     experts: tuple[str, ...]
@@ -109,9 +112,9 @@ class TokenScores:
 class NextToken:
     """The distribution of the token that follows a text.
 
-    `log_probabilities` [V] float64 are log p in nats of every vocabulary entry under the mixture; `weights` [E] are
-    those of `experts` (they sum to 1); `types` [V] are the texts of the vocabulary entries, with U+FFFD for bytes that
-    are not UTF-8.
+    `log_probabilities` [V] float64 are log p in nats of every vocabulary entry under the mixture; `weights` [E] are the
+    weights of `experts`, which sum to 1; `types` [V] are the texts of the vocabulary entries, with U+FFFD for bytes
+    that are not UTF-8.
     """
 
     experts: tuple[str, ...]
@@ -187,7 +190,7 @@ class OpenedModel:
         weights: str = "tempered",
         prior: str = "",
     ) -> list[TokenScores]:
-        """Score the tokens of one text, or of each of several, under every expert and the mixture.
+        """Score the tokens of one text, or of several texts, under every expert and the mixture.
 
         Several texts are scored together. The sum of a text's log p equals that of `demix lm-eval` for whole texts.
         Raises DemixError for an empty text.
@@ -234,7 +237,7 @@ class OpenedModel:
         """Continue a text by at most `tokens` tokens, like `demix generate`; `str` of the result is the continuation.
 
         `temperature` 0 chooses the likeliest token. Sampling uses only the likeliest tokens whose total probability is
-        `top_p`. The returned log-probabilities are those before temperature and `top_p`.
+        `top_p`. The returned log-probabilities are computed before temperature and `top_p` are applied.
         """
         refuse_outside(
             tokens=(tokens, 1, 2**31), temperature=(temperature, 0, 100), top_p=(top_p, 0.001, 1), seed=(seed, 0, 2**62)

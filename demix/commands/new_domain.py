@@ -42,7 +42,7 @@ HELD_OUT = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Added:
-    """What the expert began as, its peak learning rate, and the model's scores on held-out text before and after.
+    """The start of the expert, its peak learning rate, and the model's scores on held-out text before and after.
 
     The learning rate is None if the settings give it as a fraction of the model's.
     """
@@ -108,7 +108,7 @@ def add_domain(
 
 
 def adaptation_of(model: Path, tokens: int | None = None, learning_rate: float | None = None) -> Adaptation:
-    """The settings of an adaptation of `model`: those of its run, else those of an expert added before, else defaults.
+    """The settings of an adaptation of `model`: from its run, else from an expert that was added before, else defaults.
 
     A sweep of learning rates is dropped. If `tokens` is given, the limit on passes over the text is dropped, too. The
     default learning rate of a model that demix has not trained is `LEARNING_RATE`.

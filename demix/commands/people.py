@@ -170,7 +170,7 @@ def merge(
         ),
     ] = False,
 ) -> None:
-    """Merge experts without training: average them into a dense model, or merge anchored ones into a token-routed one.
+    """Merge experts without training: into a dense model (their average) or, if anchored, into a token-routed model.
 
     Example: demix merge results/sample/models/demix --weights novels=0.5,politics=0.5 --output merged
     """

@@ -35,7 +35,7 @@ def secret_in(address: str) -> str | None:
     """A description of the credential in an address, without its value; None if there is none.
 
     A user name without a password counts as a credential in addresses of http(s) and object stores, where it may be a
-    token, but not in those of databases. Raises ValueError if `address` is not an address.
+    token, but not in addresses of databases. Raises ValueError if `address` is not an address.
     """
     parts = urlsplit(address)
     if parts.password:
@@ -51,7 +51,10 @@ def secret_in(address: str) -> str | None:
 
 
 def refuse_secrets(subject: str, address: str, cure: str) -> None:
-    """Raise DemixError if an address holds credentials or cannot be parsed. It names `subject`, not the address."""
+    """Raise DemixError if an address holds credentials or cannot be parsed.
+
+    The error names `subject`, not the address.
+    """
     try:
         found = secret_in(address)
         # The port is not a number if a password contains a slash; reading the port then fails.
@@ -63,7 +66,10 @@ def refuse_secrets(subject: str, address: str, cure: str) -> None:
 
 
 def refuse_unnamable(path: str) -> str:
-    """`path`, an input of a rule. Raises DemixError if it has a wildcard of Snakemake or is not UTF-8."""
+    """`path`, an input of a workflow rule.
+
+    Raises DemixError if the path has a wildcard of Snakemake or is not UTF-8.
+    """
     if _WILDCARD.search(path):
         raise DemixError(path, "holds braces, which Snakemake treats as a wildcard", "rename the file or folder")
     refuse_not_utf8(path)

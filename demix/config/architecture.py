@@ -51,7 +51,7 @@ class Sizes(Settings):
 
 
 class RopeScaling(Settings):
-    """How rope is extended beyond pretraining's context: `linear` scales all frequencies, `llama3` the low ones."""
+    """How rope is extended beyond pretraining's context: `linear` scales all frequencies, `llama3` only low ones."""
 
     kind: Literal["linear", "llama3"] = Field(
         description="linear (Chen et al. 2023, position interpolation) or llama3 (Llama 3.1: a frequency of fewer than "
@@ -307,7 +307,10 @@ EntryArchitecture = partial(
 
 
 def with_options(section: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `architecture` with an entry's `options`. If these name a preset, only the section's sizes remain."""
+    """The section `architecture` with an entry's `options`.
+
+    If the options name a preset, only the section's sizes remain.
+    """
     if "preset" not in options:
         return {**section, **options}
     sizes = PRESETS[section["preset"]].as_dict() if section.get("preset") in PRESETS else section

@@ -163,7 +163,7 @@ class Config(Settings):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any], folder: Path = Path()) -> Self:
-        """The config of a file in `folder` with these keys: merged with its base, checked, completed.
+        """The config of a file in `folder` with the keys `values`: merged with its base, checked, completed.
 
         Raises DemixError that names the first wrong key and its allowed values. For an unknown key, the error also
         names the nearest known one.

@@ -128,7 +128,7 @@ class SourceSection(Settings):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths or addresses; for data sets of the hub owner/name, or a local folder."""
+        """The paths or addresses; for a data set of the hub its owner/name, for a local copy its folder."""
         return tuple(path.removeprefix(DATA_SET) for path in self.addresses)
 
     @cached_property
@@ -150,12 +150,12 @@ class SourceSection(Settings):
         return sorted({refuse_unnamable(file) for files in self.listed.values() for file in files})
 
     def share(self, part: int) -> list[str]:
-        """The local files of one part: whole files if there are enough of them, else all, each read only in part."""
+        """The local files of one part: some files, or, if there are fewer files than parts, rows of all files."""
         return self.names[part :: self.parts] if len(self.names) >= self.parts else self.names
 
 
 class SharedSource(Settings):
-    """A corpus that several domains share. Each of its parts is read once for all of them."""
+    """A corpus that several domains share. Each part of the corpus is read once for all these domains."""
 
     source: SourceSection = Field(
         description="Where the corpus comes from, with the keys of a domain's source. `words`, `document_words` and "

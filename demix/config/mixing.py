@@ -18,8 +18,8 @@ class Family:
 
     `parameters` maps names to the bounds of their values. If a config does not give parameters, they are chosen on dev.
     `evaluated` are the mixing methods shown in tables, and `refused` those that cannot be used with these rules. Rules
-    that are `routed` need the distances of the text to the experts' clusters; their default temperature is that of the
-    config.
+    that are `routed` need the distances of the text to the experts' clusters; their default temperature is the
+    config's.
     """
 
     parameters: dict[str, tuple[float, float]]
@@ -49,7 +49,7 @@ DEFAULTS = {"tempered": (0.1, 0.99), "switching": (0.2,), "cluster": (0.1,), "cl
 class Weights:
     """A parsed value of `evaluation.weights`.
 
-    `parameters` are in the order of the family's. They are empty if they must be chosen on dev.
+    `parameters` are in the order of the family's parameters, and empty if they must be chosen on dev.
     """
 
     family: str

@@ -137,7 +137,7 @@ def kmeans(
     """Centres [K, D], the cluster [N] of each of `points` [N, D], and the sum of squared distances of each round.
 
     Begins with `centres` [K, D] and ends when no document changes its cluster, or after `rounds` rounds. With
-    With `balanced`, clusters have equal sizes. Otherwise a cluster without documents restarts from the document that is
+    `balanced`, clusters have equal sizes. Otherwise a cluster without documents restarts from the document that is
     farthest from its own centre.
     """
     labels, objectives = np.full(len(points), -1), []
@@ -154,7 +154,7 @@ def kmeans(
 
 
 def means(points: np.ndarray, labels: np.ndarray, clusters: int, costs: np.ndarray) -> np.ndarray:
-    """The mean [K, D] of the points of each cluster; an empty one gets the point of the largest of `costs` [N]."""
+    """The mean [K, D] of the points of each cluster; an empty cluster gets the point of the largest of `costs` [N]."""
     members = csr_array((np.ones(len(points)), labels, np.arange(len(points) + 1)), shape=(len(points), clusters))
     sums, sizes = members.T @ points, np.bincount(labels, minlength=clusters).astype(float)
     empty = np.flatnonzero(sizes == 0)

@@ -49,7 +49,7 @@ _TOKENS = 1 << 14
 class Clusterer:
     """K clusters: an embedding of texts and the centres [K, D], named `names`.
 
-    `method` and `seed` determine how documents are assigned to clusters; `sha256` is that of the whole folder's
+    `method` and `seed` determine how documents are assigned to clusters; `sha256` is the hash of the whole folder's
     content.
     """
 
@@ -195,8 +195,8 @@ def _distinct(points: np.ndarray, count: int) -> np.ndarray:
 def assign(clusterer: Path, documents: list[Path], output: Path) -> None:
     """Assign each document of splits, corpus/<domain>/<split>.parquet, to a cluster: <domain>.<split>.parquet.
 
-    These have `cluster` and the squared `distance`, in the order of the split, and in the footer `clusterer_sha256`.
-    Documents stream through memory in batches.
+    These files have the columns `cluster` and `distance` (squared), in the order of the split, and in the footer
+    `clusterer_sha256`. Documents stream through memory in batches.
     """
     opened = Clusterer.open(clusterer)
     metadata = {"clusterer_sha256": opened.sha256}

@@ -143,17 +143,17 @@ def split_once(domain: str, documents: list[Path], owners: Path, settings: Split
 def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting, output: Path) -> None:
     """Write `train.parquet`, `dev.parquet` and `test.parquet` of `domain` below `output`, and the corpus card.
 
-    `documents` are those of the domain's parts, as `anonymize_documents` writes them, with their counts (`.json`)
-    next to them. Texts that occur twice are kept once; a training domain keeps those that `owners` gives it, a novel
-    domain those that no training domain holds. In order of sha256(seed | origin), dev is filled until it has its words,
-    then test, then train: all chunks of a source document (those of one `origin`) are in one split. A document of dev
-    or test is used up to `words.per_document` words (whole chunks), and the rest of it is in no split. With
-    `near_duplicates`, texts are left out of train if more than this share of their 13-grams occurs in dev or test.
+    `documents` are the files of the domain's parts, as `anonymize_documents` writes them, with their counts (`.json`)
+    next to them. Texts that occur twice are kept once; a training domain keeps the texts that `owners` gives it, a
+    novel domain the texts that no training domain holds. In order of sha256(seed | origin), dev is filled until it has
+    its words, then test, then train: all chunks of a source document (those of one `origin`) are in one split. A
+    document of dev or test is used up to `words.per_document` words (whole chunks), and the rest of it is in no split.
+    With `near_duplicates`, texts are left out of train if more than this share of their 13-grams occurs in dev or test.
     Each Parquet file has the columns `id`, `text`, `n_words`, `origin`. If the budgets leave nothing for train, they
-    are reduced with a warning: dev and test then have half of what all documents could give to them.
-    In the card, documents of the counts = documents in the splits + rejected + duplicates.
-    With `test_only` the test split has all kept documents, up to its words. Raises DemixError if dev and test leave no
-    document for train, and if the test split of `test_only` has no document.
+    are reduced with a warning: dev and test then have half of what all documents could give to them. In the card,
+    documents of the counts = documents in the splits + rejected + duplicates. With `test_only` the test split has all
+    kept documents, up to its words. Raises DemixError if dev and test leave no document for train, and if the test
+    split of `test_only` has no document.
     """
     outputs = {name: output / f"{name}.parquet" for name in _splits_of(splitting)}
     held_out = {name: path for name, path in outputs.items() if name != "train"}

@@ -24,7 +24,7 @@ _MANY_COUNTS = 1 << 24
 
 
 def lowered(text: str) -> str:
-    """`text` in lower case, with one small sigma, so that a letter never depends on those that follow it."""
+    """`text` in lower case, with one small sigma, so that a letter never depends on later letters."""
     return text.lower().replace("ς", "σ")
 
 
@@ -76,7 +76,7 @@ class Embedding:
 
 
 def of_length_1(sums: np.ndarray) -> np.ndarray:
-    """The points [N, D] of sums of rows of the SVD, weighted by tf-idf, whose length cancels."""
+    """The points [N, D] of length 1 in the direction of `sums`, sums of rows of the SVD that are weighted by tf-idf."""
     lengths = np.sqrt(np.einsum("nd,nd->n", sums, sums))
     points: np.ndarray = sums / np.where(lengths > 0, lengths, 1)[:, None]
     return points

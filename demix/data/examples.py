@@ -129,7 +129,7 @@ def prompts(task: Task, examples: Sequence[Example]) -> Iterator[Prompt]:
 
 
 def asked(task: Task, text: str, choices: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The template up to the label, without white space at its end, and the choices, which begin with that."""
+    """The template up to the label, and the choices. White space before the label is moved to the choices."""
     filled = task.template.removesuffix("{label}").replace("{text}", text)
     context = filled.rstrip()
     return context, tuple(filled[len(context) :] + choice for choice in choices)

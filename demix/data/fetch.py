@@ -52,14 +52,15 @@ def fetch(
     timeout: float = 60.0,
     backoff: float = 1.0,
 ) -> None:
-    """Fetch `address` to `path` and check its `size` (bytes) and `sha256`; a file that is there is only checked.
+    """Fetch `address` to `path` and check its `size` (bytes) and `sha256`; an existing file is only checked.
 
     Until the download is complete, the fetched bytes are next to `path` under another name. Over HTTP this call, or a
     later one, resumes from there if the server's ETag (or date) and length are still the same. After `ATTEMPTS`
     failures in a row without progress, raises DemixError; the pause after each is `backoff` seconds times a power of
-    two, or what the server asks for. Raises it at once if nothing tells whether the file is complete. `timeout` in
-    seconds is for the connection and for each read. User and password come only from the netrc file; `token` is sent
-    only to the host of `address`. A file of a store is fetched as a whole by the store's library, which retries.
+    two, or the time that the server asks for. Raises DemixError at once if nothing shows whether the file is complete.
+    `timeout` in seconds is for the connection and for each read. User and password come only from the netrc file;
+    `token` is sent only to the host of `address`. A file of a store is fetched as a whole by the store's library, which
+    retries.
     """
     one = _Fetched(address, path, size, sha256)
     if not path.exists():

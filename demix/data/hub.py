@@ -110,7 +110,7 @@ def _builder(files: list[str]) -> str:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository: its address, its bytes, and its SHA-256 or, without one, its SHA-1 as a blob of git."""
+    """A file of a repository: its address, its size, and its SHA-256 or, without one, its SHA-1 as a blob of git."""
 
     address: str
     size: int

@@ -36,7 +36,7 @@ FEW_UPDATES = 400
 class Domain:
     """A domain: its source without chunks, and the number of words of its distinct documents, by hash.
 
-    `more` means that there is more text; `repeated` is the number of documents with the text of another one.
+    `more` means that there is more text; `repeated` is the number of documents with the same text as another document.
     """
 
     name: str

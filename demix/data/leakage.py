@@ -42,7 +42,7 @@ class Grams:
         return cls(hashes, table)
 
     def found(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The positions in `hashes` of those that are in the set, and their positions in the set."""
+        """For the hashes that are in the set: their positions in `hashes`, and their positions in the set."""
         maybe = np.flatnonzero(self.table[hashes >> np.uint64(64 - (len(self.table).bit_length() - 1))])
         at = np.searchsorted(self.hashes, hashes[maybe])
         at[at == len(self.hashes)] = 0
@@ -51,7 +51,7 @@ class Grams:
 
 
 def words_of(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The words of a column of texts: their UTF-8 bytes one after the other, their lengths, the number of their text.
+    """The words of a column of texts: all their UTF-8 bytes, and for each word its length and the number of its text.
 
     The column has no nulls. Words are those of `str.split()`.
     """
@@ -119,7 +119,7 @@ def gram_set(documents: list[Path]) -> Grams:
 
 
 def shares(texts: pa.Array, grams: Grams) -> np.ndarray:
-    """The share of each text's 13-grams that `grams` holds; 0 for a text without any."""
+    """The share of each text's 13-grams that `grams` holds; 0 for a text without 13-grams."""
     total, found = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
     for hashes, number in grams_of(texts):
         total += np.bincount(number, minlength=len(texts))

@@ -1,9 +1,9 @@
 """Overlap of domains in bigrams (pairs of neighbouring tokens).
 
-The paper compares the affinity of experts (its Figure 2) with the bigrams that domains share. Its formula was not
-available when this was written, so this one is our own: the share of the bigrams of a domain's test split, each counted
-as often as it occurs, that also occur in the text on which an expert was trained. It has the direction of Figure 2 (an
-expert reads a domain) and is not symmetric.
+The paper compares the affinity of experts (its Figure 2) with the bigrams that domains share. The paper's formula was
+not available when this was written, so the formula here is our own: the share of the bigrams of a domain's test split,
+each counted as often as it occurs, that also occur in the text on which an expert was trained. It has the direction of
+Figure 2 (an expert reads a domain) and is not symmetric.
 """
 
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ from demix.files import sha256_file
 
 
 def pins(source: Source, folder: Path) -> dict[str, Any]:
-    """The keys of a source and their values that pin its text: `sha256` or `revision`; empty if they are there.
+    """The keys that pin the text of a source, with values: `sha256` or `revision`; empty if the source has them.
 
     A file with an address is fetched to `folder` and then removed. Raises DemixError if a source cannot be read, or if
     one value cannot pin it.

@@ -61,9 +61,9 @@ class Reading:
     """What to read in a file: the `paths` of the needed fields, the text first; none means all fields.
 
     `members`: members of archives, by glob; a single `*` means all data members. The endings of other members are added
-    to `others`.
-    `values`: a .json file is one array or object whose values are the records. Part `part` of `parts` is read: every
-    `parts`-th row (in an archive, member; in Parquet, row group if there are enough).
+    to `others`. `values`: a .json file is one array or object whose values are the records. Part `part` of `parts` is
+    read: every `parts`-th row (in an archive, every `parts`-th member; in Parquet, every `parts`-th row group if there
+    are enough groups).
     """
 
     paths: tuple[str, ...]
@@ -391,7 +391,7 @@ def as_text(value: Any) -> str:
 
 
 def column(path: str, names: list[str]) -> str:
-    """The column out of `names` that `path` starts from."""
+    """The column among `names` with which `path` begins."""
     return path if path in names else re.split(r"[.\[]", path, maxsplit=1)[0]
 
 

@@ -113,9 +113,9 @@ def tokenize(tokenizer: Path, documents: Path, output: Path) -> None:
     """Encode the column `text` of the Parquet `documents` into the shard `output` (`<split>.arrow`).
 
     Also writes `<split>.documents.arrow` (`offset`: the position of each document's first id in the split, `bytes`: the
-    size of its text in UTF-8, `origin`: the first 63 bits of its column `origin`, or its number without this column),
-    and last the manifest `<split>.json`, whose `sha256` is that of all token ids in a row. A sample of the documents is
-    also encoded by the exact encoder; if ids differ, it encodes all documents, with a warning.
+    size of its text in UTF-8, `origin`: the first 63 bits of its column `origin`, or, without this column, the
+    document's number), and last the manifest `<split>.json`, whose `sha256` is that of all token ids in a row. A sample
+    of the documents is also encoded by the exact encoder; if ids differ, it encodes all documents, with a warning.
     """
     encoder = Tokenizer.load(tokenizer)
     if encoder.fast is None:
@@ -177,10 +177,9 @@ def blocks(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut the first `limit_tokens` tokens (None: all) into N consecutive blocks of `length` T: inputs, targets, mask.
 
-    Only blocks from token `start` on (a multiple of `length`) are returned.
-    inputs [N, T] int64: the token before the block (`end_of_text` before the first) and the block's own but its last.
-    targets [N, T] int64 and mask [N, T] bool: each token is a target once; the last short block is padded with
-    `end_of_text` and masked (False).
+    Only blocks from token `start` on (a multiple of `length`) are returned. inputs [N, T] int64: the token before the
+    block (`end_of_text` for the first block), then the block's tokens except the last. targets [N, T] int64 and mask
+    [N, T] bool: each token is a target once; the last short block is padded with `end_of_text` and masked (False).
     """
     total = (len(shard) if limit_tokens is None else min(limit_tokens, len(shard))) - start
     before = shard.read(start - 1, start)[0] if start else shard.end_of_text
@@ -190,7 +189,7 @@ def blocks(
 def cut(
     ids: Sequence[int] | np.ndarray, length: int, before: int, padding: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut `ids` into blocks as `blocks` does; `before` precedes the first of them."""
+    """Cut `ids` into blocks as `blocks` does; `before` is the token before the first block."""
     count = -(-len(ids) // length)
     sequence = np.full(count * length + 1, padding, np.int64)
     sequence[0], sequence[1 : len(ids) + 1] = before, ids

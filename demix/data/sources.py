@@ -88,8 +88,8 @@ class Source(SourceSection):
 def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     """Write part `part` (of `source.parts`, from 0) of the documents of `source` to the Parquet file `output`.
 
-    If a pass over a shared source has written the file (`divided`), it is used, and nothing is read. The column is
-    `text`. Text is not anonymized yet, so the file has mode 0600, and a new folder for it 0700. Bytes that are not
+    If a pass over a shared source has written the file (`divided`), that file is used, and nothing is read. The column
+    is `text`. Text is not anonymized yet, so the file has mode 0600, and a new folder for it 0700. Bytes that are not
     UTF-8, and lone surrogates, which UTF-8 cannot represent, become U+FFFD. A document is not text, and is skipped, if
     more than 1% of its bytes (and more than four) are such bytes or NUL. The file's key-value metadata has the numbers
     ("invalid_bytes", "surrogates", "not_utf8"). Returns the number of documents. Raises DemixError naming the file or
@@ -135,7 +135,7 @@ def anonymize_once(
 ) -> None:
     """Normalise one part of a domain's raw text, replace personal data by dummy tokens, cut long documents.
 
-    With `enabled` false nothing is replaced. `document_words` and `piece_words` are those of `anonymize_documents`.
+    With `enabled` false nothing is replaced. `document_words` and `piece_words` are as in `anonymize_documents`.
     """
     how: dict[str, Any] = {"enabled": enabled, "document_words": document_words, "piece_words": piece_words}
     make = partial(anonymize_documents, raw, output, counts, **how)

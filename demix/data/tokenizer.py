@@ -122,9 +122,9 @@ class Tokenizer:
         """The ids (uint32) of all texts and the offset of each text's first id (int64, one more than texts).
 
         gigatoken is about a hundred times as fast as `encode`, with the same ids except for characters that are newer
-        than one of the two libraries. With `exact` texts are encoded as by `encode`. So are all texts if gigatoken does
-        not support the tokenizer's rules, and texts not in the normal form NFC if the tokenizer needs it, because
-        gigatoken normalises more characters.
+        than one of the two libraries. Texts are encoded as by `encode` in three cases: with `exact`; if gigatoken does
+        not support the tokenizer's rules; and, if the tokenizer needs the normal form NFC, for texts not in NFC,
+        because gigatoken normalises more characters.
         """
         if self.fast is None or exact:
             parts = [self.encode(text) for text in texts]
@@ -281,7 +281,7 @@ def convert_tokenizer(
 def write_definition(
     source: Path, content: Mapping[str, Any], output: Path, end_of_text: int | str, types: int
 ) -> Tokenizer:
-    """Write the definition `content`, which is that of `source`, as `convert_tokenizer` does."""
+    """Write the definition `content` of the file `source`, as `convert_tokenizer` does."""
     try:
         end = _id_of(content, end_of_text)
         foreign_vocabulary(content, end, types)

@@ -47,7 +47,7 @@ class Vocabulary:
 
 
 def own_vocabulary(content: Mapping[str, Any]) -> Vocabulary:
-    """The vocabulary of a file of demix's own. Raises ValueError for others."""
+    """The vocabulary of a file of demix's own. Raises ValueError for other files."""
     tokens, _ = tokens_of(content)
     end = len(tokens) - 1
     if tokens.get(END_OF_TEXT) != end or sorted(tokens.values()) != list(range(end + 1)):
@@ -58,7 +58,7 @@ def own_vocabulary(content: Mapping[str, Any]) -> Vocabulary:
 def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int) -> Vocabulary:
     """The vocabulary of the definition of any byte-level BPE. Raises ValueError that says why it is not one.
 
-    An id has the bytes of its token in the table of GPT-2; an added token has those of its text. Text is encoded
+    An id has the bytes of its token in the table of GPT-2; an added token has the bytes of its text. Text is encoded
     without loss, except for its normal form: with a normaliser NFC the bytes of a text's ids are those of the text in
     NFC.
     """

@@ -52,7 +52,7 @@ class Classification(Settings):
 class Scored:
     """The log p in nats of a prompt's tokens under E experts: of its context [N, E] and of each label [n, E].
 
-    If the task is calibrated, `cue` has the same without the text.
+    If the task is calibrated, `cue` has the same log p for the prompt without the text.
     """
 
     prompt: Prompt
@@ -127,7 +127,7 @@ class TaskRouting:
 
     @property
     def mixes(self) -> bool:
-        """Whether it weights experts by its own method, depending on the test example."""
+        """Whether the routing weights experts by a method of its own, depending on the test example."""
         return self.name not in ("dense", "average") and not (self.expert or self.released)
 
 
@@ -290,7 +290,7 @@ def mean_weights(scored: Sequence[Scored], routing: TaskRouting) -> np.ndarray:
 
 
 def choice(found: np.ndarray, prompt: Prompt) -> int:
-    """The number of the likeliest label; among equal ones, that with the smallest hash of context and label."""
+    """The number of the likeliest label; if several are, the one with the smallest hash of context and label."""
     best = np.flatnonzero(found == found.max())
     return int(min(best, key=lambda number: _hash(prompt.context, prompt.choices[number])))
 
@@ -310,9 +310,9 @@ def updating(scored: Sequence[Scored], task: Task, experts: Sequence[str]) -> di
 
 
 def chance(asked: Iterable[Prompt]) -> float:
-    """The accuracy without the texts: the higher one of guessing and of always choosing one label.
+    """The accuracy without the texts: by guessing, or by always choosing one label, whichever is higher.
 
-    If each example has its own labels, it is that of guessing.
+    If each example has its own labels, it is the accuracy of guessing.
     """
     tests = [prompt for prompt in asked if prompt.split == "test"]
     guessed = float(np.mean([1 / len(prompt.choices) for prompt in tests]))
@@ -325,7 +325,7 @@ def judged(right: np.ndarray, by_chance: float, seed: int) -> dict[str, Any]:
     """Accuracy, its 95% interval, chance, and whether the interval excludes chance, of answers [S, N].
 
     For one seed, the interval is the exact one of a binomial proportion (Clopper and Pearson); for several seeds, a
-    bootstrap over seeds and examples. With fewer than 20 examples there is none.
+    bootstrap over seeds and examples. With fewer than 20 examples there is no interval.
     """
     seeds, count = right.shape
     low, high = None, None

@@ -49,8 +49,8 @@ class Evaluation(MixingRecipe):
 
     `kind` is training, novel or suite. `tables` are the score tables with the sets of experts to mix
     (`demix.run.evaluated.evaluated`). Each of `pairs` has a system (model, experts, method and weights) and its
-    baseline (the name in tables and the same four). `seed` is the random seed of the run. Only models with that seed
-    are compared.
+    baseline (the name in tables, then model, experts, method and weights). `seed` is the random seed of the run. Only
+    models with that seed are compared.
     """
 
     kind: Text
@@ -330,8 +330,8 @@ def _interval(name: str, drawn: np.ndarray) -> dict[str, float | None]:
 class ContextEvaluation(Settings):
     """The tables of one domain (`demix.run.evaluated.context_tables`), and how they are mixed and summed.
 
-    `kind` is training or novel. `decay` is that of cached priors, which are computed from the first `dev_blocks` blocks
-    of dev. Bins of positions are `width` tokens wide.
+    `kind` is training or novel. `decay` is the decay of cached priors, which are computed from the first `dev_blocks`
+    blocks of dev. Bins of positions are `width` tokens wide.
     """
 
     kind: Text

@@ -128,9 +128,9 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     """The harness's results of `tasks` for the mixture with the arguments `model` of `DemixLM` (`harness_model`).
 
-    `drawing` (generation settings such as max_gen_toks=32) replaces the tasks' settings. `seed` is that of Python,
-    numpy, torch and the choice of demonstrations. With `samples` the results include the answers to every document.
-    Raises DemixError for a broken task, and for tasks that need more than text.
+    `drawing` (generation settings such as max_gen_toks=32) replaces the tasks' settings. `seed` is the random seed of
+    Python, numpy, torch and the choice of demonstrations. With `samples` the results include the answers to every
+    document. Raises DemixError for a broken task, and for tasks that need more than text.
     """
     from lm_eval import simple_evaluate
 
@@ -209,7 +209,7 @@ def score_harness(directory: Path, documents: Path, given: HarnessScoring, outpu
 def rows_of(results: Mapping[str, Any], digests: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """The rows of tasks.parquet for each task (or group of tasks) and metric in the harness's `results`.
 
-    The name of a filtered metric includes the filter: exact_match,strict-match. `digests` are those of the documents.
+    The name of a filtered metric includes the filter: exact_match,strict-match. `digests` are the documents' digests.
     """
     from lm_eval import __version__ as harness
 

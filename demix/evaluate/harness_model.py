@@ -34,10 +34,11 @@ log = logging.getLogger(__name__)
 class DemixLM(TemplateLM):  # type: ignore[misc]
     """A mixture of the experts of a model directory, for the tasks of the harness.
 
-    `pretrained` is the directory. `seed` is that of sampled texts. `batch_size` is the number of continuations per
-    forward pass; by default, and for `auto`, it is chosen as in `demix.model.scoring`. Texts are generated one by one.
-    `device` is as in `demix.model.device.device_named`. `experts` (separated by commas, by default all), `weights`,
-    `prior` and `tokenizer` are as in `demix generate`. `top_k` mixes only the likeliest experts of each token.
+    `pretrained` is the directory. `seed` is the random seed of sampled texts. `batch_size` is the number of
+    continuations per forward pass; by default, and for `auto`, it is chosen as in `demix.model.scoring`. Texts are
+    generated one by one. `device` is as in `demix.model.device.device_named`. `experts` (separated by commas, by
+    default all), `weights`, `prior` and `tokenizer` are as in `demix generate`. `top_k` mixes only the likeliest
+    experts of each token.
     """
 
     def __init__(

@@ -150,11 +150,10 @@ class DocumentLosses:
     """The losses of D documents: `nll` (negative log-likelihoods in nats) [D] by expert and by mixture.
 
     numbers [D] are the documents' numbers in the split, ascending; tokens [D] are their numbers of scored tokens;
-    origins [D] are equal for chunks of one source document.
-    `byte_count` is that of the whole text, None without byte lengths. `sha256` is the hash of the token ids.
-    posteriors [B, E] are those of the traced mixture after each block. `folds` is that of the score table. `stretches`
-    are the losses [S] by expert and mixture in the text's stretches (`demix.evaluate.intervals`), `stretched` [S] their
-    numbers of tokens.
+    origins [D] are equal for chunks of one source document. `byte_count` is the number of bytes of the whole text, None
+    without byte lengths. `sha256` is the hash of the token ids. posteriors [B, E] are the traced mixture's after each
+    block. `folds` is the score table's. `stretches` are the losses [S] by expert and mixture in the text's stretches
+    (`demix.evaluate.intervals`), `stretched` [S] their numbers of tokens.
     """
 
     numbers: np.ndarray
@@ -197,10 +196,10 @@ def document_losses(
     """Sum the scores of `experts` in `directory`, and the log p of all their `mixtures`, for each document.
 
     `priors` holds the log prior of each `cached` or `fitted` mixture. A mixture with a method of `FLOORS` is the best
-    expert in hindsight. `traced` is a mixture with the method `updating`; `byte_lengths` are those of the tokenizer's
-    ids; `side` has, by context, the distances to the experts' clusters, which some rules need. The table is streamed,
-    so memory grows with the number of documents and mixtures, not with the number of tokens. Raises DemixError if a
-    mixture would weight the experts of a masked model by the text.
+    expert in hindsight. `traced` is a mixture with the method `updating`; `byte_lengths` are the numbers of bytes of
+    the tokenizer's ids; `side` has, by context, the distances to the experts' clusters, which some rules need. The
+    table is streamed, so memory grows with the number of documents and mixtures, not with the number of tokens. Raises
+    DemixError if a mixture would weight the experts of a masked model by the text.
     """
     mixer, footer = Mixer(experts, mixtures, priors, side, traced), footer_of(directory, experts)
     if by_text := next((mixture for mixture in mixer.mixtures if mixture.by_text), None):
@@ -262,7 +261,7 @@ def _joined(
 class Mixer:
     """log p of the tokens of a text, chunk by chunk, under experts, mixtures and floors.
 
-    `mixtures` are in the order of the rows; `posteriors` are those of the traced mixture, by chunk.
+    `mixtures` are in the order of the rows; `posteriors` are the traced mixture's, by chunk.
     """
 
     def __init__(

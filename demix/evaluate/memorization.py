@@ -81,7 +81,7 @@ def audit_domain(domain: str, models: Path, tokens: Path, priors: Path, audit: A
     model trained without the domain; `merged` and `merged_minus`, a merged model with and without the expert. Mixtures
     use the domain's cached prior. A prompt of 50 tokens is continued greedily by 50 tokens: `matched` counts the tokens
     before the first one that differs from the document, and `share` is the fraction of the 50 that are equal. `nll` is
-    that of the document's own 50 tokens, in nats.
+    the negative log-likelihood of the document's own 50 tokens, in nats.
     """
     set_threads(audit.threads)
     merges = {"merged": "training", "merged_minus": left_out(domain)}

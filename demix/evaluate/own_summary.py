@@ -29,7 +29,10 @@ def answer(result: OwnText) -> list["str | rich.table.Table"]:
 
 
 def tables(result: OwnText) -> list["rich.table.Table"]:
-    """Tables for the terminal: the mixtures, and the experts, best first. Each has its lowest perplexity in bold."""
+    """Tables for the terminal: the mixtures, and the experts, best first.
+
+    Each table has its lowest perplexity in bold.
+    """
     from rich.table import Column, Table
 
     def numbers(*heads: str) -> list[Column]:

@@ -76,7 +76,8 @@ class OwnText:
     """The result of `evaluate_text`: sizes of the text, and results of mixtures (none for one expert) and experts.
 
     The mixtures include the dense model of the model's run, if there is one. `unlike` says whether the best expert
-    needs more than `UNLIKE` times its usual bits per byte; None if those are unknown. `text` names the text.
+    needs more than `UNLIKE` times its usual bits per byte; None if its usual bits per byte are unknown. `text` names
+    the text.
     """
 
     model: str
@@ -185,7 +186,7 @@ class Judge:
         return mixed
 
     def result(self, text: Path | str, shard: TokenShard) -> OwnText:
-        """The results for a text, whose tokens are those of `shard`."""
+        """The results for a text, whose tokens are in `shard`."""
         text = _named(text)
         table = _scored(self.trunks, shard, text.name)
         scores, mask, names = table.scores, table.mask, table.experts
@@ -251,7 +252,10 @@ def raw_text(texts: Sequence[Path], field: str, domain: str, output: Path) -> No
 
 
 def files_of(texts: Sequence[Path]) -> list[Path]:
-    """`texts`, a folder replaced by its files that are not `hidden`. Raises DemixError for a folder without any."""
+    """`texts`, each folder replaced by its files that are not `hidden`.
+
+    Raises DemixError for a folder without such files.
+    """
     found = []
     for text in texts:
         below = sorted(text.rglob("*")) if text.is_dir() else []

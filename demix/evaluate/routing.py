@@ -38,7 +38,7 @@ class Routing(ScoredTokens):
 def route(folder: Path, shards: Sequence[Path], tokenizer: Path, routing: Routing, output: Path) -> None:
     """Write output/<domain>.<split>.parquet for each of the token shards tokens/<domain>/<split>.arrow.
 
-    `folder` is that of a clusterer. The tables are streamed, so memory does not grow with the number of tokens. Raises
+    `folder` is the clusterer's. The tables are streamed, so memory does not grow with the number of tokens. Raises
     DemixError for a shard of another tokenizer, and for an empty split.
     """
     clusterer, encoder = Clusterer.open(folder), Tokenizer.load(tokenizer)
@@ -65,8 +65,8 @@ def route(folder: Path, shards: Sequence[Path], tokenizer: Path, routing: Routin
 def side_tables_of(table: Path, mixtures: Iterable[PlannedMixture]) -> dict[str, SideTable]:
     """By context, the distances that `mixtures` need in addition to the score table scores/<model>/<domain>.<split>.
 
-    Raises DemixError if a routing table or the experts are of another clusterer than that of the run, and if an expert
-    has no centre.
+    Raises DemixError if a routing table or the experts are of another clusterer than the run's, and if an expert has no
+    centre.
     """
     wanted = [mixture for mixture in mixtures if mixture.routing]
     experts = tuple(dict.fromkeys(name for mixture in wanted for name in mixture.experts))

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Scoring(ScoringRecipe):
-    """How scores are computed, and for which tokens. `models` are those of `score_models`."""
+    """How scores are computed, and for which tokens. `models` are as in `score_models`."""
 
     threads: Threads
     models: Items[ScoringPart] = ()

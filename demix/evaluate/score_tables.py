@@ -32,7 +32,7 @@ class ScoreTable:
     """The scores of one split under E experts, cut into blocks.
 
     `scores` [B, T, E] are float64 log p in nats, 0 at padding. `mask` [B, T] is False at padding. `sha256` is the hash
-    of the scored token ids. `folds` is that of `Footer`.
+    of the scored token ids. `folds` is as in `Footer`.
     """
 
     scores: np.ndarray
@@ -79,7 +79,7 @@ class SideTable:
 
 
 def column_path(directory: Path, column: str) -> Path:
-    """The file of a column of scores/<model>/<domain>.<split>/; model/column is that of another model."""
+    """The file of a column of scores/<model>/<domain>.<split>/; model/column is a column of another model."""
     model, _, name = column.rpartition("/")
     return (directory.parents[1] / model / directory.name if model else directory) / f"{name}.parquet"
 
@@ -95,7 +95,7 @@ def write_tokens(
 ) -> None:
     """Write tokens.parquet, which all score columns of a split share: token ids, block and document numbers, origins.
 
-    Documents begin at `offsets`. Those with equal numbers in `origins` (default: none) are chunks of one source
+    Documents begin at `offsets`. Documents with equal numbers in `origins` (default: none) are chunks of one source
     document. A file that would not change is not written again, because other jobs may be reading it.
     """
     path, places = directory / "tokens.parquet", np.arange(len(tokens))

@@ -128,7 +128,7 @@ def write_batches(
 ) -> int:
     """Like `write_rows`, but for record batches. Each batch becomes one row group and should be of bounded size.
 
-    `options` are those of pq.ParquetWriter.
+    `options` are options of pq.ParquetWriter.
     """
     with parquet_writer(path, schema, **options) as writer:
         total = 0

@@ -44,13 +44,13 @@ _CURES = {
 
 
 def kind_of(head: bytes) -> str:
-    """The kind of a file that begins with the bytes `head`; TEXT if the beginning is that of no other known kind."""
+    """The kind of a file that begins with the bytes `head`; TEXT if no other known kind begins with them."""
     lowered = head.lstrip().lower()
     return next((kind for kind, marks in _MARKS.items() if (lowered if kind is PAGE else head).startswith(marks)), TEXT)
 
 
 def check_kind(path: object, head: bytes, wanted: str) -> None:
-    """Raise DemixError that names `path` if `head`, its first bytes, are those of another kind than `wanted`.
+    """Raise DemixError that names `path` if `head`, its first bytes, belong to another kind than `wanted`.
 
     `wanted` is TEXT, RECORDS, TAR or SAFETENSORS, which do not begin with a mark, or a kind that has one. A web page is
     text, but not records. An empty file is never an error.

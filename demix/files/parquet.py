@@ -33,7 +33,7 @@ def parquet_writer(
 ) -> Iterator[pq.ParquetWriter]:
     """Yield a writer of zstd Parquet with page checksums; the file appears sealed and complete, or not at all.
 
-    With `private` only the owner can read the file, from its first byte on. `options` are those of pq.ParquetWriter.
+    With `private` only the owner can read the file, from its first byte on. `options` are options of pq.ParquetWriter.
     """
     with replacing(path) as temporary:
         temporary.touch(0o600 if private else 0o666)

@@ -200,7 +200,7 @@ def request_of(kind: type[T], body: bytes) -> T:
 
 
 class Completions:
-    """Answers requests for completions one at a time; others wait. None continues when the server `stops`."""
+    """Answers requests for completions one at a time; others wait. No request continues when the server `stops`."""
 
     def __init__(self, model: Opened, stops: Callable[[], bool]):
         self.model, self.stops, self._free = model, stops, asyncio.Lock()
@@ -382,7 +382,7 @@ def in_url(host: str) -> str:
 
 
 def config_of(app: ASGIApp) -> uvicorn.Config:
-    """The settings of a server of `app`, which prints nothing and uses the time limits above."""
+    """The settings of a server of `app`, which prints nothing and uses the time limits of this module."""
     quiet: Any = {"log_config": None, "log_level": "error", "access_log": False, "server_header": False}
     bounds: Any = {"timeout_keep_alive": HEAD_SECONDS, "timeout_graceful_shutdown": 10}
     return uvicorn.Config(app, http=Connection, ws="none", lifespan="off", proxy_headers=False, **quiet, **bounds)

@@ -135,7 +135,7 @@ def noted_in(folder: Path) -> list[Failure]:
 
 
 def first_failure(noted: Sequence[Failure], killed: Sequence[Failure]) -> Failure | None:
-    """The first failure: that of a rank killed by a signal, else the earliest error that a rank wrote.
+    """The first failure: the end of a rank that a signal killed, else the earliest error that a rank wrote.
 
     `killed` are the ranks killed by a signal, in the order in which this was noticed. Returns None if nothing is known.
     """

@@ -40,8 +40,8 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
 
     If the job has finished, its results are collected; if it is already submitted, this process waits for it. Otherwise
     a new job is submitted, which resumes from the last checkpoint. Raises DemixError that names the first failure. Also
-    raises it at SIGINT, SIGTERM or SIGHUP, and if the process that started this one ends; the SLURM job then keeps
-    running.
+    raises DemixError at SIGINT, SIGTERM or SIGHUP, and if the process that started this one ends; the SLURM job then
+    keeps running.
     """
     # Only sbatch reads this variable, so squeue and scontrol would query another cluster.
     if clusters := os.environ.get("SBATCH_CLUSTERS"):

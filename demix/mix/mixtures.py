@@ -20,10 +20,10 @@ Distances = Callable[[np.ndarray], np.ndarray]
 class Mixture:
     """A mixture of E experts: `rule` computes their weights from the text and the prior `log_prior` [E] (or [B, E]).
 
-    Without `decay` every block starts with the prior. With `decay` only the first block does, and the priors of later
-    blocks follow the updating rule (paper, Eq. 7). Constant equal weights are the rule `PriorAlone` with a uniform
-    prior. `top_k` keeps the k `likeliest` experts at each token. `table` mixes texts whose scores are known; a growing
-    text needs a `Stream`.
+    Without `decay` every block starts with the prior. With `decay` only the first block starts with it, and the priors
+    of later blocks follow the updating rule (paper, Eq. 7). Constant equal weights are the rule `PriorAlone` with a
+    uniform prior. `top_k` keeps the k `likeliest` experts at each token. `table` mixes texts whose scores are known; a
+    growing text needs a `Stream`.
     """
 
     rule: WeightsRule
@@ -32,7 +32,7 @@ class Mixture:
     top_k: int | None = None
 
     def log_priors(self, scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """log π [B, E] at the start of each block. Axes are those of `demix.mix.priors`.
+        """log π [B, E] at the start of each block. Axes are as in `demix.mix.priors`.
 
         Raises DemixError for an updating prior with a rule that uses earlier blocks.
         """
@@ -62,7 +62,7 @@ class Mixture:
 
 
 def floor(scores: np.ndarray, method: str) -> np.ndarray:
-    """log p [B, T] of each token under the expert that is best in hindsight, in its block or at the token itself.
+    """log p [B, T] of each token under the expert that is best in hindsight, in the token's block or at the token.
 
     `scores` are as in `Mixture.table`; `method` is one of `FLOORS`.
     """

@@ -159,8 +159,8 @@ def _least_quadratic(curvature: np.ndarray, slope: np.ndarray) -> np.ndarray:
 def accuracy_log_priors(right: np.ndarray) -> np.ndarray:
     """log prior [N, E] at each of N questions; `right` [N, E] says which of them each expert answers right.
 
-    The prior is equal at first, then the mean of equal weights and of one softmax per earlier question: that of each
-    expert's accuracy on the questions so far (Gururangan et al. 2023, section 5.1).
+    The prior is equal at first. Then it is the mean of equal weights and, for each earlier question, of the softmax of
+    the experts' accuracies on the questions up to that one (Gururangan et al. 2023, section 5.1).
     """
     questions, experts = right.shape
     counts = np.arange(1, questions + 1)[:, None]

@@ -64,7 +64,7 @@ class WeightsRule(ABC):
 
     @abstractmethod
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
-        """L [B, T, E] before each token of a chunk, and the state after the chunk. `state` is the one before it."""
+        """L [B, T, E] before each token of a chunk, and the state after the chunk. `state` is the state before it."""
 
     def block_evidence(self, scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Evidence [B, E] of each block by itself, after its last token. It turns the block's prior into a posterior.
@@ -141,16 +141,16 @@ class Released(WeightsRule):
 
 @dataclass(frozen=True)
 class ReleasedScorer(Released):
-    """The whole scorer of that code: the weights of `Released`, with that code's own priors and decay."""
+    """The whole scorer of the published code: the weights of `Released`, with the code's own priors and decay."""
 
     scorer: ClassVar[str] = "released"
 
     def log_priors(self, scores: np.ndarray, mask: np.ndarray, decay: Decay, first: First = (None, 0)) -> np.ndarray:
-        """See `released_log_priors`; `decay` is ignored, because that code has its own."""
+        """See `released_log_priors`; `decay` is ignored, because the published code has its own."""
         return released_log_priors(scores, mask, first)
 
     def blocks_read(self, dev_blocks: int) -> int:
-        """See `WeightsRule.blocks_read`: that code reads one more pair of blocks than it says."""
+        """See `WeightsRule.blocks_read`: the published code reads one more pair of blocks than it says."""
         return 2 * (dev_blocks + 1)
 
 
@@ -325,8 +325,8 @@ class ReleasedCluster(Cluster):
     """The rule of the code published with c-BTM: `Cluster` with distances that are squared twice and one token late.
 
     L[t, j] = -(d²[t-1, j])² / temperature: the measured text lacks the token before t, which is the model's input.
-    After `<|endoftext|>`, the first token of each document, the measured text is empty, so t uses its own row, which is
-    that of the empty text. The very first token has no earlier row, and also uses its own.
+    After `<|endoftext|>`, the first token of each document, the measured text is empty, so t uses its own row, the row
+    of the empty text. The very first token has no earlier row, and also uses its own row.
     """
 
     scorer: ClassVar[str] = "released"
@@ -347,7 +347,7 @@ class ReleasedCluster(Cluster):
 
 @dataclass(frozen=True)
 class ClusterHistory(Cluster):
-    """The evidence is the sum of those of `Cluster` and `History`."""
+    """The evidence is that of `Cluster` plus that of `History`."""
 
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
         """See `WeightsRule.evidence`."""
@@ -377,7 +377,7 @@ def weights_rule(weights: str | Weights) -> WeightsRule:
         raise DemixError(f"mixing rule {weights}", *error.args) from None
     if parsed.open:
         form = f"{parsed.family}({','.join(parsed.rules.parameters)})"
-        raise DemixError(f"mixing rule {weights}", "lack parameters", f"give them as {form}")
+        raise DemixError(f"mixing rule {weights}", "lacks its parameters", f"give them as {form}")
     return CLASSES[parsed.family](*parsed.parameters)
 
 

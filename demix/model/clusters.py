@@ -26,7 +26,7 @@ NAME, DESCRIPTION, ROUTING = "clusterer", "clusterer.json", "routing.json"
 class Clusters:
     """The clustering `name`, in the folder `folder`, whose distances weight a model's experts.
 
-    `context` and `temperature` are those of the tables of the run that trained the model.
+    `context` and `temperature` are the ones that the tables of the model's run use.
     """
 
     name: str
@@ -57,10 +57,10 @@ def has_clusters(directory: Path) -> bool:
 
 
 def clusters_of(directory: Path) -> Clusters:
-    """The clusters of a model's experts: those of its run, else those in its folder.
+    """The clusters of a model's experts: from its run, else from its folder.
 
-    Raises DemixError if there are none in either, if the description of those in the folder is damaged, and if an
-    expert was trained on a cluster of another clusterer of the run (`refuse_other_clusters`).
+    Raises DemixError if neither has them, if their description in the folder is damaged, and if an expert was trained
+    on a cluster of another clusterer of the run (`refuse_other_clusters`).
     """
     directory = Path(directory)
     if (found := _found(directory)) is None:
@@ -71,10 +71,10 @@ def clusters_of(directory: Path) -> Clusters:
 
 
 def refuse_other_clusters(directory: Path, folder: Path, experts: Iterable[str]) -> None:
-    """Raise DemixError if an expert was trained on another cluster than that of its name in `folder`.
+    """Raise DemixError if an expert was trained on another cluster than the one with its name in `folder`.
 
-    The sha256 of an expert's training tokens, in its lineage, is compared with that of the cluster's shard. They differ
-    if another clusterer of the same name made the expert's cluster. Experts of domains have no such shard.
+    The sha256 of an expert's training tokens, in its lineage, is compared with the sha256 of the cluster's shard. They
+    differ if another clusterer of the same name made the expert's cluster. Experts of domains have no such shard.
     """
     for name in experts:
         lineage, shard = directory / "experts" / f"{name}.json", folder / "shards" / name / "train.json"

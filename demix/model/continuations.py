@@ -80,7 +80,7 @@ class MixedModel:
     def mixed(self, scores: Tensor, tokens: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """log p [B, N] of `tokens` [B, N] under the mixture (paper, Eq. 4), and its weights log g [B, N, E].
 
-        `scores` [E, B, N] are those of the experts, float64; `before` [B] are the tokens before the texts.
+        `scores` [E, B, N] are the experts' log p, float64; `before` [B] are the tokens before the texts.
         """
         log_g = torch.from_numpy(self.begin(before.cpu().numpy()).observe(scores.numpy(), tokens.cpu().numpy()))
         return (log_g + scores.permute(1, 2, 0)).logsumexp(-1), log_g
@@ -174,7 +174,7 @@ def continuation_scores(
 ) -> list[np.ndarray]:
     """log p in nats of the tokens of a context after its first [E, N], and of each of its continuations [E, n].
 
-    They are under every expert of `model`, float64. `wanted` have the same context, which is computed once.
+    The values are under every expert of `model`, float64. `wanted` have the same context, which is computed once.
     """
     scores, before = _Batch.made(wanted).passed(model, dtype)[0].numpy(), len(wanted[0].context) - 1
     return [scores[:, 0, :before], *(scores[:, at, before:][:, : len(one.tokens)] for at, one in enumerate(wanted))]

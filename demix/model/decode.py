@@ -194,9 +194,9 @@ def weights_of(name: str, directory: Path) -> Weights:
     """The mixing rule called `name`, with the parameters of the model in `directory`.
 
     `name` is a value of `evaluation.weights`, or `average`: only the prior, which text does not change (`switching(1)`,
-    docs/explanation/mixing.md). If `name` has no parameters, those of `tempered` come from the model's mixing.json, and
-    the temperature of cluster rules from `clusters_of`. For a model without mixing.json, and for `switching`, they are
-    those of `DEFAULTS`.
+    docs/explanation/mixing.md). If `name` has no parameters, `tempered` has the parameters in the model's mixing.json,
+    and cluster rules have the temperature from `clusters_of`. Without mixing.json, and for `switching`, the parameters
+    are in `DEFAULTS`.
     """
     try:
         weights = parsed_weights("switching(1)" if name == "average" else name)
@@ -242,8 +242,8 @@ def open_model(
 ) -> tuple[list[GPT], Tokenizer]:
     """The trunks of a model with `experts` (all by default) on `device`, and the model's tokenizer.
 
-    Without `tokenizer`, the tokenizer is that of the model's folder or run. Raises DemixError
-    if the model has no experts to mix or was trained with another tokenizer.
+    Trunks are the GPTs that hold the experts (`load_experts`). Without `tokenizer`, the tokenizer comes from the
+    model's folder or run. Raises DemixError if the model has no experts to mix or was trained with another tokenizer.
     """
     if experts is not None and len({*experts}) < len(experts):
         raise DemixError("--experts", "names an expert twice", "name each expert once")

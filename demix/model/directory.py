@@ -153,9 +153,9 @@ def refuse_masked(directory: Path, use: str) -> None:
 
 
 def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None, vocab_size: int | None = None) -> None:
-    """Raise DemixError if `sha256`, the tokenizer of `subject`, is not that of the model in `directory`.
+    """Raise DemixError if `sha256`, the tokenizer of `subject`, is not the tokenizer of the model in `directory`.
 
-    If `subject` gives the tokenizer's `vocab_size`, it must also be that of the model.
+    If `vocab_size` is given, it must also be the model's.
     """
     description = describe(directory)
     check_same_tokenizer(subject, sha256, f"the model {directory}", description.tokenizer_sha256)
@@ -204,10 +204,10 @@ def _empty(described: ModelManifest, experts: tuple[str, ...]) -> GPT:
 def load_experts(
     directory: str | Path, experts: tuple[str, ...] | None = None, device: torch.device = CPU
 ) -> list[GPT]:
-    """The trunks of the model in `directory` on `device`. Together they have `experts` (default: all), in that order.
+    """The trunks of the model in `directory` on `device`: GPTs that together have `experts` in order (default: all).
 
-    The list has one model with all experts stacked, or, with `expert_scope: model` in `model.json`, one model per
-    expert. Raises DemixError as `load_model` does.
+    There is one trunk with all experts stacked, or, with `expert_scope: model` in `model.json`, one trunk per expert.
+    Raises DemixError as `load_model` does.
     """
     directory = Path(directory)
     names = expert_names(directory) if experts is None else tuple(experts)
@@ -263,7 +263,7 @@ def wanted_tensors(directory: Path) -> tuple[Tensors, Tensors]:
 
 
 def copy_expert(source: Path, expert: str, directory: Path, name: str | None = None) -> str:
-    """Copy an expert of the model `source` to that in `directory`; returns the digest of its description.
+    """Copy an expert of the model `source` to the model in `directory`; returns the digest of its description.
 
     The description is written last. Raises DemixError as `load_expert` does.
     """
@@ -344,7 +344,7 @@ def _save(tensors: Tensors, path: Path) -> None:
 
 
 def tokenizer_of(directory: Path, given: Path | None = None) -> tuple[Path, Tokenizer]:
-    """The tokenizer of the model in `directory`, and its file: `given`, or the one in the folder, or that of the run.
+    """The tokenizer of the model in `directory`, and its file: `given`, or the one in the folder, or the run's.
 
     Raises DemixError if there is none, or if it is not the tokenizer that `model.json` records.
     """
@@ -370,6 +370,6 @@ def copy_tokenizer(source: Path | None, directory: Path, sha256: str | None) -> 
 
 
 def tokenizer_path(directory: Path) -> Path | None:
-    """The tokenizer.json in the folder of a model, or that of its run; None without either."""
+    """The tokenizer.json in the folder of a model, or its run's; None without either."""
     places = (Path(directory) / TOKENIZER, run_of(directory) / TOKENIZER)
     return next((place for place in places if place.is_file()), None)

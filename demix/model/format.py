@@ -72,7 +72,7 @@ class Key:
     read: bool = True
 
     def ours_of(self, value: Any) -> Any:
-        """Our value for theirs. Raises ValueError if there is none."""
+        """demix's value for a `value` of the format. Raises ValueError if there is none."""
         if self.values is None or value is None:
             return value
         found = [ours for theirs, ours in self.values.items() if theirs == value and type(theirs) is type(value)]
@@ -81,7 +81,7 @@ class Key:
         return found[0]
 
     def theirs_of(self, value: Any) -> Any:
-        """Their value for ours."""
+        """The format's value for a `value` of demix."""
         return value if self.values is None else next(theirs for theirs, ours in self.values.items() if ours == value)
 
 
@@ -98,7 +98,7 @@ class Rope(Settings):
     original_max_position_embeddings: Positive | None = None
 
     def options(self, theta: float | None, positions: int) -> dict[str, Any]:
-        """The options of rope; `theta` and `positions` are those with it in config.json."""
+        """The options of rope; `theta` and `positions` are the values next to this object in config.json."""
         options = {"rope_theta": self.rope_theta or theta or USUAL["rope_theta"]}
         kind = self.rope_type or self.type or "default"
         if kind == "default":
@@ -124,7 +124,7 @@ class Others(Settings):
 
     @property
     def rope(self) -> Rope:
-        """The first of the two that has a value, as in transformers."""
+        """The first of `rope_scaling` and `rope_parameters` that has a value, as in transformers."""
         given = [one for one in (self.rope_scaling, self.rope_parameters) if one is not None and one != Rope()]
         return given[0] if given else Rope()
 
@@ -156,10 +156,10 @@ def _same(tensor: Tensor, architecture: Architecture) -> Tensor:
 
 @dataclass(frozen=True)
 class Row:
-    """One of our tensors without its axis of experts, and the tensors on disk that it joins along the first axis.
+    """A tensor of demix without its axis of experts, and the tensors on disk that it joins along the first axis.
 
-    `change` converts the joined tensors to ours, and `back` is its inverse. Tensors with `{expert}` in their names
-    belong to one expert of a token-routed layer; our tensor stacks them.
+    `change` converts the joined tensors to demix's tensor, and `back` is its inverse. Tensors with `{expert}` in their
+    names belong to one expert of a token-routed layer; demix's tensor stacks them.
     """
 
     ours: str
@@ -187,7 +187,7 @@ class Row:
         return [tuple(name.format(expert=number) for name in self.theirs) for number in range(count)]
 
     def ours_of(self, read: Callable[[str], Tensor], architecture: Architecture) -> Tensor:
-        """Our tensor in fp32, of those on disk, of which `read` gives one by its name."""
+        """demix's tensor in fp32, made from tensors on disk; `read` returns one of these by its name."""
         joined = [
             torch.cat(tensors) if len(tensors) > 1 else tensors[0]
             for tensors in ([read(name).float() for name in names] for names in self.groups(architecture))
@@ -195,7 +195,7 @@ class Row:
         return self.change(torch.stack(joined) if self.by_expert else joined[0], architecture).contiguous()
 
     def theirs_of(self, tensor: Tensor, architecture: Architecture) -> dict[str, Tensor]:
-        """The tensors on disk of ours."""
+        """The tensors on disk, by name, for the `tensor` of demix."""
         tensor = self.back(tensor, architecture)
         made: dict[str, Tensor] = {}
         for number, names in enumerate(self.groups(architecture)):
@@ -206,7 +206,7 @@ class Row:
 
 
 def _of_module(ours: str, theirs: str | tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """A module's weight and bias as our tensors, each with those on disk."""
+    """A module's weight and bias as tensors of demix, each with its tensors on disk."""
     others = (theirs,) if isinstance(theirs, str) else theirs
     # Embeddings, feedforwards and routers are parameters of ours, and no modules.
     own = ours.endswith("_embedding") or ours.startswith("feedforward.") or ours == "output"
@@ -253,7 +253,7 @@ class Format:
 
     @property
     def routed(self) -> bool:
-        """Whether its models are token-routed."""
+        """Whether the format's models are token-routed."""
         return any(key.ours.startswith("routed.") for key in self.keys.values())
 
     @property
@@ -290,7 +290,7 @@ class Format:
         return options, others
 
     def _given(self, config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-        """Our options from the keys in a config.json, and from the defaults of missing keys."""
+        """demix's options from the keys in a config.json, and from the defaults of missing keys."""
         options: dict[str, Any] = {}
         given = {name: key for name, key in self.keys.items() if key.read and name in config}
         for name, key in given.items():
@@ -316,7 +316,7 @@ class Format:
             raise DemixError(f"{path}: {self.theirs(option)}", error.cause, error.cure) from None
 
     def theirs(self, ours: str) -> str:
-        """The key of config.json for one of our options; the option itself if there is no key."""
+        """The key of config.json for the option `ours` of demix; the option itself if there is no key."""
         return next((name for name, key in self.keys.items() if key.ours == ours and key.read), ours)
 
     def lacking(self, architecture: Architecture) -> list[str]:
@@ -373,7 +373,7 @@ class Format:
                         yield Row(ours + name, tuple(theirs + one for one in on_disk), *changes)
 
     def theirs_of(self, architecture: Architecture, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors on disk for a model's, whose feedforwards have no axis of experts."""
+        """The tensors on disk for the tensors `ours` of a model, whose feedforwards have no axis of experts."""
         made: dict[str, Tensor] = {}
         for row in self.tensors(architecture, ours):
             made |= row.theirs_of(ours[row.ours], architecture)

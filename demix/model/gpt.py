@@ -213,7 +213,10 @@ class GPT(LanguageModel):
         }
 
     def stacked(self, shared: Mapping[str, Tensor], experts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The inverse of `parted`; `experts` may name more than this model has. A missing tensor raises KeyError."""
+        """The inverse of `parted`; `experts` may name more experts than this model has.
+
+        A missing tensor raises KeyError.
+        """
         own = [experts[name] for name in self.experts]
         return {**shared} | {
             name: torch.stack([tensors[name] for tensors in own]) if is_stacked(name) else own[0][name]

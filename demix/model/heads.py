@@ -45,7 +45,7 @@ class LanguageModel(Transformer):
             self.output_bias = nn.Parameter(torch.empty(vocab_size))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Unnormalised log-probabilities [..., V] of the token after each state of `hidden` [..., D], in its type."""
+        """Unnormalised log-probabilities [..., V] of the token after each state of `hidden` [..., D], in its dtype."""
         states, weight = self._scoring(hidden)
         return states @ weight.T.to(hidden.dtype)
 

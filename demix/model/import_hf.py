@@ -86,10 +86,10 @@ def import_hf(
 
     Supported architectures are those of `demix.model.formats`; their classes in transformers yield the same logits.
     `context` is the context length. A table of learned positions is cut to it; without learned positions the default is
-    the smaller of USUAL_CONTEXT and the checkpoint's. With `verify` the logits are compared with those of transformers
-    on a text, and the difference is returned. `imported_tokenizer` describes the supported tokenizers. model.json
-    records the `origin` of the files. Nothing is unpickled or downloaded. If a file is missing or damaged, the model
-    has an unsupported feature, or the logits differ, raises DemixError without writing `output`.
+    the smaller of USUAL_CONTEXT and the checkpoint's length. With `verify` the logits are compared with those of
+    transformers on a text, and the difference is returned. `imported_tokenizer` describes the supported tokenizers.
+    model.json records the `origin` of the files. Nothing is unpickled or downloaded. If a file is missing or damaged,
+    the model has an unsupported feature, or the logits differ, raises DemixError without writing `output`.
     """
     _check_output(output, verify)
     for path in (*(folder / name for name in (*KEPT, INDEX)), *folder.glob("*.safetensors")):
@@ -293,7 +293,7 @@ def _keep_files(folder: Path, output: Path) -> None:
 def imported_tokenizer(folder: Path, output: Path, types: int) -> Tokenizer:
     """Write the tokenizer of the checkpoint in `folder`, whose embedding has `types` rows, to `output`.
 
-    Its files are `tokenizer.json`, or `vocab.json` and `merges.txt`. Raises DemixError for any other.
+    Its files are `tokenizer.json`, or `vocab.json` and `merges.txt`. Raises DemixError for any other tokenizer.
     """
     source, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
     if os.path.lexists(source):

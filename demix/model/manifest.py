@@ -84,9 +84,10 @@ class Manifest(OpenSettings):
 
 
 class Branched(OpenSettings):
-    """The state of another model from which a training started (`demix.train.branch`), and whose schedule it had.
+    """The state of another model from which a training started (`demix.train.branch`).
 
-    `step` is 0 for a model in a folder; its `tokens` are not included in those of the training.
+    `schedule` says whether the training continued the schedule of that model. `step` is 0 for a model in a folder; its
+    `tokens` are not included in the training's tokens.
     """
 
     model: ModelName
@@ -228,7 +229,7 @@ def read_description(path: Path, *needed: str) -> ModelManifest:
 
 
 def read_lineage(path: Path, *needed: str) -> ExpertManifest:
-    """The content of `experts/<name>.json`, as `read_description` reads that of `model.json`."""
+    """The content of `experts/<name>.json`, as `read_description` reads `model.json`."""
     return _stated(path, ExpertManifest, "an expert", "train or adapt it again, or get it again", needed)
 
 
@@ -252,7 +253,7 @@ def tokens_learned(description: Mapping[str, Any]) -> int | None:
 
 
 def read_seed_manifest(path: Path) -> SeedManifest:
-    """The manifest of a seed. Raises DemixError if the file is missing or damaged."""
+    """The manifest of a seed (a kept training state). Raises DemixError if the file is missing or damaged."""
     return _stated(path, SeedManifest, "a seed", "delete its folder, then rerun")
 
 

@@ -39,8 +39,8 @@ OWN = ("tokens", "data_sha256", "experts")
 def merge_experts(directory: Path, weights: dict[str, float], output: Path, card: str | None = None) -> None:
     """Write a model to `output` with one expert, `dense`: the average of the experts of `directory` by `weights`.
 
-    The tokens are those of `learned_of`. README.md holds `card` (`demix.report.card.merged_card`). Raises DemixError as
-    `averaged` does.
+    Tokens are counted as in `learned_of`. README.md holds `card` (`demix.report.card.merged_card`). Raises DemixError
+    as `averaged` does.
     """
     model, parents = averaged(directory, weights), parents_of(directory, weights)
     description, lineage = _records(directory, parents)

@@ -121,8 +121,9 @@ class DEMixLayer(Experts):
 class MoELayer(Experts):
     """Feedforwards among which a router chooses `top_k` for each token.
 
-    As in Switch (Fedus et al. 2022) and GShard's top-2 (Lepikhin et al. 2021). The weights of all experts are stacked
-    after the axis of the model's one expert: `up` [1, E, F, D], `down` [1, E, D, F], `router` [1, E, D].
+    The layer works as in Switch (Fedus et al. 2022) and GShard's top-2 (Lepikhin et al. 2021). The weights of all
+    experts are stacked after the axis of the model's one expert: `up` [1, E, F, D], `down` [1, E, D, F],
+    `router` [1, E, D].
     """
 
     def __init__(self, architecture: Architecture):
@@ -157,7 +158,7 @@ class MoELayer(Experts):
     def choices(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The scores [B, T, E] of the experts for states `x` [B, T, D], and the scores and numbers of the chosen ones.
 
-        The latter two are [B, T, k], from the largest score on.
+        Scores and numbers of the chosen experts are [B, T, k], from the largest score on.
         """
         exact = torch.promote_types(x.dtype, torch.float32)
         # Switch, Eq. 1.

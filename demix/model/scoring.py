@@ -132,7 +132,8 @@ def log_probabilities(
 def folds_of(tokens: int, number: int, folds: int = FOLDS) -> np.ndarray:
     """The fold of each token of a block with this `number` in its split: [tokens] int, of sizes that differ by 1.
 
-    It is a random permutation that depends only on the number, so that all models predict the same tokens together.
+    The folds come from a random permutation that depends only on the number, so that all models predict the same tokens
+    together.
     """
     order = np.random.Generator(np.random.PCG64(seed_for(0, "folds", number))).permutation(tokens)
     found = np.empty(tokens, np.int64)

@@ -103,7 +103,7 @@ class KeyValues:
         self.positions, self.seen = positions, 0
 
     def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add `keys` and `values` [E * B, K, T, U] of T new positions; returns those of all positions so far."""
+        """Add `keys` and `values` [E * B, K, T, U] of T new positions; returns both of all positions so far."""
         if self.seen == 0:
             shape = (*keys.shape[:2], self.positions, keys.shape[3])
             self.keys, self.values = keys.new_empty(shape), values.new_empty(shape)
@@ -113,9 +113,10 @@ class KeyValues:
         return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
 
     def of(self, sequences: Tensor, count: int) -> "KeyValues":
-        """A copy for other sequences, each with the past of one of these: `sequences` [R] are numbers below `count` B.
+        """A copy for R other sequences, each with the past of one of this cache's sequences.
 
-        A sequence may occur several times. The copy has room for as many positions as this one.
+        `sequences` [R] are the numbers of these, below `count` B; a number may occur several times. The copy has room
+        for as many positions as this cache.
         """
         other = KeyValues(self.positions)
         other.last = None if self.last is None else self.last[:, sequences]
@@ -148,8 +149,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Map `x` [E, B, T, D] to [E, B, T, D]. With `past`, `x` follows the cached positions and is added to them.
 
-        `bias` and `cos_sin` come from `Positions`, for the same T and what was in `past` before. `values`
-        [E or 1, B, T, K·U] are the value embeddings of the tokens.
+        `bias` and `cos_sin` come from `Positions`, for the same T and for the positions that `past` had before.
+        `values` [E or 1, B, T, K·U] are the value embeddings of the tokens.
         """
         E, B, T, _ = x.shape
         qkv = self.qkv(x).view(E * B, T, self.heads + 2 * self.key_heads, self.head_dim)
@@ -263,8 +264,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map `x` [E or 1, B, T, D] to [E, B, T, D].
 
-        `bias` and `cos_sin` come from `Positions`, `masks` from `Dropout.masks`, and `values` are those of `Attention`;
-        the others are as in `GPT.forward`.
+        `bias` and `cos_sin` come from `Positions`, `masks` from `Dropout.masks`, and `values` are as in
+        `Attention.forward`; the others are as in `GPT.forward`.
         """
         (before, after, post), (before_2, after_2, post_2) = self._norms
         attended = after(self.attention(before(x), bias, past, cos_sin, values))
@@ -306,7 +307,8 @@ class Transformer(nn.Module):
         """Map the embeddings `x` [E or 1, B, T, D] to final states [E, B, T, D], with arguments as in `Block.forward`.
 
         All layers share one `bias` and one `cos_sin`: they have seen the same positions before. `added` are states
-        [E or 1, B, T, D] that are added before each block, and their factors [layers]. `values` has those of each.
+        [E or 1, B, T, D] that are added before each block, and their factors [layers]. `values` has the value
+        embeddings for each layer.
         """
         for layer, block in enumerate(self.blocks):
             value = values[layer] if values else None
@@ -327,7 +329,7 @@ class Transformer(nn.Module):
         return normed
 
     def compile_blocks(self) -> None:
-        """Compile each layer separately for training, so that compilation time does not grow with their number."""
+        """Compile each layer separately for training, so that more layers do not lengthen compilation."""
         for block in self.blocks:
             block.compile(dynamic=False)
 

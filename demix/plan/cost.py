@@ -117,7 +117,7 @@ def plan_training(run: Run, ranks: int | None, hardware: Hardware) -> list[Train
 
 
 def _times(number: int, plan: TrainingPlan, **more: Any) -> TrainingPlan:
-    """The plan of `number` trainings like `plan`, one after the other, with the values in `more`."""
+    """The plan of `number` trainings like `plan`, one after another, with the values in `more`."""
     sums = {key: number * getattr(plan, key) for key in ("tokens", "steps", "hours")}
     return replace(plan, **sums | more)
 

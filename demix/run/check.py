@@ -21,7 +21,7 @@ from demix.settings import names_of, written
 
 
 def load_run(path: str | Path, **instead: Any) -> Run:
-    """The checked run of the config in the YAML file `path`. Keys in `instead` replace those of the file."""
+    """The checked run of the config in the YAML file `path`. Keys in `instead` replace the file's."""
     path = Path(path)
     content, lines = read_keys(path)
     try:
@@ -31,7 +31,7 @@ def load_run(path: str | Path, **instead: Any) -> Run:
 
 
 def completed_run(values: Mapping[str, Any], folder: Path = Path()) -> Run:
-    """The checked run of a config with these keys. Raises DemixError for keys that exclude each other.
+    """The checked run of a config with the keys `values`. Raises DemixError for keys that exclude each other.
 
     A path in `base` is relative to `folder`.
     """
@@ -58,7 +58,7 @@ def run_of_files(values: Mapping[str, Any], files: Sequence[Path]) -> Run:
     """The checked run of a config whose keys Snakemake has merged from `files`.
 
     Raises DemixError, with the line, for a wrong key, and for a key that occurs twice in a file (Snakemake would use
-    the last one without a message). Also raises it for a folder that holds another run.
+    the last one without a message). Also raises DemixError for a folder that holds another run.
     """
     places = {}
     try:

@@ -47,7 +47,7 @@ def columns_of(run: Run, folder: str) -> tuple[str, ...]:
 
 
 def _combined_tables(run: Run) -> Iterator[Evaluated]:
-    """The score tables of `combined_systems`."""
+    """The score tables of the systems of `combined_systems`."""
     for name, one in run.config.evaluation.mixed.items():
         if not one.pairs:
             yield Evaluated(name, name, run.seed, (DENSE_EXPERT,))
@@ -58,7 +58,7 @@ def _combined_tables(run: Run) -> Iterator[Evaluated]:
 
 
 def _ngram_tables(run: Run) -> Iterator[Evaluated]:
-    """The score tables of `ngram_systems`."""
+    """The score tables of the systems of `ngram_systems`."""
     for order in run.config.evaluation.ngrams or ():
         pooled, by_domain = ngram_folders(order)
         yield Evaluated(pooled, pooled, run.seed, (DENSE_EXPERT,))
@@ -315,7 +315,7 @@ def comparisons(run: Run, domain: str) -> list[tuple[str, ...]]:
 
 
 def variant_rows(run: Run) -> dict[str, str]:
-    """The causal entries that differ only in architecture options from the entry named like their kind; its name."""
+    """The causal entries that differ only in architecture options from the entry named like their kind; that name."""
     rows = {name: row for name, row in run.rows.items() if not row.masked}
     rest = {name: _rest(row) for name, row in rows.items()}
     return {

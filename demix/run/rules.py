@@ -78,9 +78,10 @@ class RunRules(StageSettings):
         return [f"{self.folder}/tokens/{domain}/{split}.arrow" for domain in domains for split in splits]
 
     def model(self, name: str, experts: Iterable[str] = ()) -> list[str]:
-        """The manifests of a model and of those of `experts` that adaptations added; they hold the digests of files.
+        """The manifests of a model, and of the experts in `experts` that adaptations added.
 
-        The workflow tracks a model only by its manifests, so that rules need not name experts.
+        Manifests hold the digests of files. The workflow tracks a model only by its manifests, so that rules need not
+        name experts.
         """
         added = [one for one in experts if name == self.run.receiver.name and one in self.run.novel]
         return [f"{self.folder}/models/{name}/{file}" for file in ("model.json", *(f"experts/{n}.json" for n in added))]
@@ -133,7 +134,7 @@ class RunRules(StageSettings):
         }
 
     def prior_options(self, model: str, domain: str) -> str:
-        """The options of an average by the prior of `domain`; without a domain none, so that weights are equal."""
+        """The options of an average by the prior of `domain`; without a domain there are none, so weights are equal."""
         evaluation, scores = self.run.config.evaluation, f"{self.folder}/scores/{model}"
         prior = f"--scores {scores} --decay {evaluation.decay} --blocks {evaluation.dev_blocks} --domain {domain}"
         return prior if domain else ""
@@ -268,7 +269,7 @@ class RunRules(StageSettings):
         return chosen + ([f"{self.folder}/clusters/{clustering}/clusterer.json"] if clustering else [])
 
     def chosen_rate(self, model: Model) -> list[str]:
-        """The file with the learning rate that a sweep chose for a model and all its seeds; empty without one."""
+        """The file with the learning rate that a sweep chose for a model and all its seeds; empty without a sweep."""
         return [f"{self.folder}/sweep/{model.rates_from}.json"] if model.settings.sweep else []
 
     def seed_of(self, model: Model) -> list[str]:
@@ -306,7 +307,7 @@ class RunRules(StageSettings):
         return f"--live {shlex.quote(json.dumps(where | named))}"
 
     def beginning(self, model: Model) -> str:
-        """The training options that give the learning rate and the state from which it starts."""
+        """The training options that give the learning rate and the state from which the training starts."""
         given = [f" --learning-rate-from {path}" for path in self.chosen_rate(model)]
         given += [f" --branch {shlex.quote(str(Path(path).parent))}" for path in self.seed_of(model)[:1]]
         return "".join([*given, *([" --restart"] if model.restarts and model.seed_step else [])])

@@ -15,10 +15,10 @@ from demix.run.systems import merged_whole, other_top_k
 class ScoringPart:
     """The texts that a job scores with one model.
 
-    The job writes one score table for each of `experts`; without any, each domain is scored with its own token. With
-    `shared` the job also writes the table of the tokens of these columns; otherwise that table already exists. `reads`
-    are the experts whose files are read. `expert_scope` is that of the model's kind: with `model`, columns share no
-    work. `context` is the context length, and `top_k` the number of experts per token and layer; 0 means as in
+    The job writes one score table for each of `experts`; without experts, each domain is scored with its own token.
+    With `shared` the job also writes the table of the tokens of these columns; otherwise that table already exists.
+    `reads` are the experts whose files are read. `expert_scope` is as in the model's kind: with `model`, columns share
+    no work. `context` is the context length, and `top_k` the number of experts per token and layer; 0 means as in
     training. No token uses the expert `without` of a merged model (`demix.model.experts.load_without`).
     """
 

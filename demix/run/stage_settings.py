@@ -187,7 +187,10 @@ class StageSettings:
         return self.as_json(selected(TrainingRecipe, model.settings), **(more | changes))
 
     def trial_settings(self, model: Model, rate: float) -> str:
-        """The settings of a trial. It differs from the training in tokens and rate, and is not evaluated on dev."""
+        """The settings of a trial.
+
+        A trial differs from the training in tokens and rate, and is not evaluated on dev.
+        """
         tokens = written(model.settings)["sweep"]["tokens"]
         return self.training_settings(model, tokens=tokens, learning_rate=rate, dev_blocks=0)
 

@@ -246,7 +246,7 @@ def rivals(run: Run) -> list[System]:
 
 
 def with_same_counts(run: Run) -> list[tuple[System, System]]:
-    """The combined systems of experts with n-grams or caches, each paired with that of a dense model with the same."""
+    """The combined systems of experts with n-grams or caches, each paired with a dense model with the same."""
     dense = {counts: system for system, experts, counts in _mixed(run) if counts and not experts}
     return [(system, dense[counts]) for system, experts, counts in _mixed(run) if experts and counts in dense]
 

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 def track_folder(run: Path, uri: str = "", experiment: str = "", output: Path | None = None) -> None:
     """Send a run's parameters, metrics, tables and figures to MLflow. Sending them again changes nothing.
 
-    By default to the store and the experiment of the run's config. `output` is a receipt: what was sent, and where.
+    By default they go to the store and the experiment of the run's config. `output` is a receipt: what was sent, and
+    where.
     """
     refuse_secrets("--uri", uri, LOG_IN_ELSEWHERE)
     whole = Run.read(run)
@@ -50,7 +51,7 @@ def track(run: Run, uri: str, experiment: str) -> str:
 
     A pipeline run has one parent MLflow run, and one nested MLflow run per training and adaptation. `demix compare`
     prints their tags demix.run and demix.config (as Name and Settings). Unchanged MLflow runs are kept, changed ones
-    are deleted and created again, and those whose files are gone are deleted. One that a training began
+    are deleted and created again, and those whose files are gone are deleted. An MLflow run that a training began
     (`demix.track.live`), or that was interrupted, is completed. With a SQLite `uri`, artifacts go to `mlartifacts/`
     next to the database, and one process at a time writes. With another database, artifacts go to `mlartifacts/` next
     to the folder. A server chooses the place itself. Deleted MLflow runs stay in MLflow's bin until `mlflow gc`.

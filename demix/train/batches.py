@@ -75,14 +75,14 @@ def batches_of(
 ) -> Batches:
     """D * `sequences` blocks of `length` tokens per step, from the shards of the domains `names`.
 
-    `how` is that of a kind (`demix.config.models.Kind.batches`): with by_domain `sequences` blocks of each domain, one
-    group per domain [D, B, T]; with mixed the same sequences in one group [1, B, T], one domain after the other; with
-    proportional one group from all domains in proportion to their training tokens. The blocks of a domain get a new
-    random order in each epoch.
+    `how` is the field `batches` of a kind (`demix.config.models.Kind`): with by_domain `sequences` blocks of each
+    domain, one group per domain [D, B, T]; with mixed the same sequences in one group [1, B, T], one domain after the
+    other; with proportional one group from all domains in proportion to their training tokens. The blocks of a domain
+    get a new random order in each epoch.
 
     A rank draws the domains and sequences of its `placement` (by default all), which counts the sequences of a group.
-    Ranks that share a domain draw disjoint blocks. `objective` is that of an architecture: with mlm, M tokens of each
-    block are targets (`masked_places`).
+    Ranks that share a domain draw disjoint blocks. `objective` is the architecture's: with mlm, M tokens of each block
+    are targets (`masked_places`).
     """
     counts = np.array([block_count(shard, name, length) for shard, name in zip(shards, names, strict=True)])
     total, ends = len(names) * sequences, np.cumsum(counts)

@@ -99,8 +99,8 @@ class InitialModel(SeedState):
 def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> None:
     """Make the folder `output` from the training state `checkpoint` of a dense model, by hard links to its files.
 
-    `identity` is that of the training (`demix.train.stage.ModelTraining`). If the state is missing or damaged, raises
-    DemixError without making the folder.
+    `identity` is the identity of the training (`demix.train.stage.ModelTraining`). If the state is missing or damaged,
+    raises DemixError without making the folder.
     """
     state = load_state(checkpoint, (DENSE_EXPERT,))
     sha256 = {name: read_json(checkpoint / MANIFEST)["sha256"][name] for name in (SHARED, EXPERT)}
@@ -146,9 +146,9 @@ _EXPERTS = ("experts", "every", "renormalise")
 def read_seed(directory: Path, identity: Mapping[str, Any], restart: bool = False) -> SeedState:
     """The seed in the folder seeds/<model>/step-<n>, for a training of this `identity` that continues from it.
 
-    `directory` may also be that of a dense or token-routed model, from which an independent training starts. Otherwise
-    learning rates and data order are the parent's, unless the training uses only its parameters (`restart`). Raises
-    DemixError if the manifest is missing or damaged, or if the parent was trained with another tokenizer or
+    `directory` may also be the folder of a dense or token-routed model, from which an independent training starts.
+    Otherwise learning rates and data order are the parent's, unless the training uses only its parameters (`restart`).
+    Raises DemixError if the manifest is missing or damaged, or if the parent was trained with another tokenizer or
     architecture or, if its schedule goes on, with other settings.
     """
     if (directory / "model.json").is_file():

@@ -44,9 +44,10 @@ def dev_losses(
     mine: Callable[[GPT, str], bool] | None = None,
     known: Mapping[str, float] = MappingProxyType({}),
 ) -> Evaluation:
-    """The evaluation on the first blocks of each domain's dev split; `whole` computes the total loss from theirs.
+    """The evaluation on the first blocks of each domain's dev split.
 
-    A rank evaluates the domains in `mine`; by default the ranks alternate. `known` losses are added unchanged.
+    `whole` computes the total loss from the domains' losses. A rank evaluates the domains in `mine`; by default the
+    ranks alternate. `known` losses are added unchanged.
     """
 
     def evaluate(model: GPT) -> tuple[float, dict[str, float]]:

@@ -99,7 +99,7 @@ class Optimizers:
     def _shared_out(self, holders: Mapping[nn.Parameter, Ranks]) -> dict[dist.ProcessGroup, dict[nn.Parameter, int]]:
         """For each group of ranks, the rank that updates each of its parameters, so that moments are divided evenly.
 
-        All ranks of a group name its parameters in the same order.
+        All ranks of a group list its parameters in the same order.
         """
         found: dict[dist.ProcessGroup, dict[nn.Parameter, int]] = {}
         for group in {group: None for group in holders.values() if group is not None}:
@@ -160,7 +160,7 @@ class AdamW:
         self.state: dict[nn.Parameter, Kept] = {}
 
     def begin(self, parameter: nn.Parameter) -> Kept:
-        """What is kept of a parameter before its first update."""
+        """The state of a parameter before its first update."""
         count = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": count} | {name: torch.zeros_like(parameter, requires_grad=False) for name in self.means}
 
@@ -193,7 +193,7 @@ class Muon:
         self.state: dict[nn.Parameter, Kept] = {}
 
     def begin(self, parameter: nn.Parameter) -> Kept:
-        """What is kept of a parameter before its first update."""
+        """The state of a parameter before its first update."""
         return {name: torch.zeros_like(parameter, requires_grad=False) for name in self.means}
 
     @torch.no_grad()

@@ -59,11 +59,11 @@ class ModelTraining:
     """The training of one model of a `kind` (`demix.config.models.KINDS`): everything known before it begins.
 
     `shards` are one tokens/<domain>/train.arrow per domain, and every domain's dev.arrow if `dev_blocks` is above 0.
-    Training starts from the seed in the folder `branch`, if there is one. It continues the seed's schedule, or has its
-    own (with `restart`, and always if the model has routers). A model that is one of `share` experts of a larger model
-    gets that fraction of the tokens. The states after `keep` updates are kept. If `until` is given, training ends after
-    that many updates and writes the seed from which other trainings start. An anchored expert also reads the `public`
-    text of all domains at its start.
+    Training starts from the seed (a kept state of a dense training, or a model) in the folder `branch`, if there is
+    one. It continues the seed's schedule, or has its own (with `restart`, and always if the model has routers). A model
+    that is one of `share` experts of a larger model gets that fraction of the tokens. The states after `keep` updates
+    are kept. If `until` is given, training ends after that many updates and writes the seed from which other trainings
+    start. An anchored expert also reads the `public` text of all domains at its start.
     """
 
     kind: str
@@ -117,7 +117,10 @@ class ModelTraining:
 
     @cached_property
     def seed(self) -> SeedState | None:
-        """The seed from which training starts. Raises DemixError if it does not fit (`train.branch.read_seed`)."""
+        """The state or model from which training starts.
+
+        Raises DemixError if it does not fit (`train.branch.read_seed`).
+        """
         restart = self.restart or self.row.has_routers
         return None if self.branch is None else read_seed(self.branch, self._own_identity, restart)
 

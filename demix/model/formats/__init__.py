@@ -1,6 +1,7 @@
 """The checkpoint formats of other software: a module per family, or for families that differ in few options.
 
-A module's `FORMATS` are its formats. Nothing lists the modules: a new one is a new family that comes in and goes out.
+A module's `FORMATS` are its formats. Nothing lists the modules: a new module adds a family that can be imported and
+exported.
 """
 
 import pkgutil

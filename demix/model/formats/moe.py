@@ -1,4 +1,4 @@
-"""Mixtures of experts in every block, whose tokens choose several: Mixtral, Qwen 3 MoE, FlexOlmo, OLMoE."""
+"""MoE in every layer, with several experts per token: Mixtral, Qwen 3 MoE, FlexOlmo, OLMoE."""
 
 from dataclasses import replace
 

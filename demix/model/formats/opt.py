@@ -1,4 +1,4 @@
-"""OPT (Zhang et al. 2022), the seed models of c-BTM."""
+"""OPT (Zhang et al. 2022), the models from which the experts of c-BTM start."""
 
 import torch
 from torch import Tensor
