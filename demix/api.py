@@ -192,8 +192,8 @@ class OpenedModel:
     ) -> list[TokenScores]:
         """Score the tokens of one text, or of several texts, under every expert and the mixture.
 
-        Several texts are scored together. The sum of a text's log p equals that of `demix lm-eval` for whole texts.
-        Raises DemixError for an empty text.
+        Several texts are scored together. The sum of a text's log p equals the sum that `demix lm-eval` gives for whole
+        texts. Raises DemixError for an empty text.
         """
         mixture = self._mixture(experts, weights, prior)
         given = [texts] if isinstance(texts, str | Path) else list(texts)

@@ -16,11 +16,11 @@ def training_flops_per_token(architecture: Architecture, vocab_size: int, length
     """Training FLOPs per token of sequences of `length`: forward, forward again, backward (twice a forward).
 
     For a GPT-3 decoder this is 96·l·h²·(1 + s/6h + V/16lh) of Narayanan et al. 2021, section 5.1: four times the matrix
-    products of attention, attention scores and feedforward, and three times those of the head, which is not recomputed.
-    V is rounded up to a multiple of 8, as in the paper's Table 2. A token passes through one expert per layer, so DEMix
-    costs as much as a dense model. Without activation checkpointing, the layers cost three quarters of the formula's
-    value. Each of the m token-routed layers adds the router and k - 1 more experts per token. A masked model computes
-    logits, and the linear map of its head, only for its targets.
+    products of attention, attention scores and feedforward, and three times the head's matrix products, which are not
+    recomputed. V is rounded up to a multiple of 8, as in the paper's Table 2. A token passes through one expert per
+    layer, so DEMix costs as much as a dense model. Without activation checkpointing, the layers cost three quarters of
+    the formula's value. Each of the m token-routed layers adds the router and k - 1 more experts per token. A masked
+    model computes logits, and the linear map of its head, only for its targets.
     """
     vocabulary = -(-vocab_size // 8) * 8
     # The number of a block's tokens that have logits.
@@ -108,7 +108,7 @@ def parameters(
 def sizes(
     architecture: Architecture, vocab_size: int, domain_tokens: int = 0, expert_scope: str = "feedforward"
 ) -> tuple[list[Size], list[Size]]:
-    """The sizes of the tensors that all experts of a model share, and of those that only one expert owns.
+    """The sizes of the tensors that all experts of a model share, and of the tensors that only one expert owns.
 
     An expert owns the feedforward of every layer, biases included, and its table of bigrams if each expert has one.
     With `expert_scope` "model" an expert owns everything. The shared parameters are the embeddings (one if the head is

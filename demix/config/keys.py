@@ -61,7 +61,7 @@ def located(error: DemixError, files: Mapping[Path, Mapping[str, int]]) -> Demix
     """The error about a config key, with the file and the line of the key if one of `files` has it.
 
     If several files have the key, the last one is named, because Snakemake uses its value. For a missing key, the line
-    is that of its section.
+    of its section is given.
     """
     key = error.subject.removeprefix("config key ")
     places = (key, key.rpartition(".")[0]) if error.cause == "is missing" else (key,)

@@ -17,8 +17,8 @@ class Family:
     """Mixing rules that differ only in the values of their `parameters` (docs/explanation/mixing.md, "Rules").
 
     `parameters` maps names to the bounds of their values. If a config does not give parameters, they are chosen on dev.
-    `evaluated` are the mixing methods shown in tables, and `refused` those that cannot be used with these rules. Rules
-    that are `routed` need the distances of the text to the experts' clusters; their default temperature is the
+    `evaluated` are the mixing methods shown in tables, and `refused` the methods that cannot be used with these rules.
+    Rules that are `routed` need the distances of the text to the experts' clusters; their default temperature is the
     config's.
     """
 

@@ -267,7 +267,7 @@ def context_distances(
 
     Only the first `limit` tokens are used (None: all). `Contexts` explains `context` and `length`. With `document_half`
     a token in the second half of its document has the distances of the first half, the first ⌊n/2⌋ of n tokens, so that
-    weights are fixed there, as in an evaluation of c-BTM (section 2.2). In the first half, distances are those of
+    weights are fixed there, as in an evaluation of c-BTM (section 2.2). In the first half, distances are as with
     `document`. The middle is computed from the document's length in the shard; nothing else of later text is used, and
     `limit` does not move the middle. If `piece_words` cut a document, each chunk counts as a document. Raises
     DemixError for a shard of another tokenizer.

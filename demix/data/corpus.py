@@ -132,7 +132,7 @@ def _hold(tables: duckdb.DuckDBPyConnection, inputs: dict[str, list[Path]]) -> N
 def split_once(domain: str, documents: list[Path], owners: Path, settings: Splitting, output: Path) -> None:
     """Drop duplicates, and split a domain by content hash; dev and test are filled first.
 
-    The arguments are those of `split`. If another run has the same splits, they are hard-linked instead.
+    The arguments are as in `split`. If another run has the same splits, they are hard-linked instead.
     """
     counts = [path.with_suffix(".json") for path in documents]
     files = [output / "card.json", *(output / f"{name}.parquet" for name in _splits_of(settings))]

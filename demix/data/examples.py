@@ -56,8 +56,8 @@ class Prompt:
     """A prompt: a model scores each of `choices` after `context`; the choice with the number `answer` is right.
 
     `split` is the purpose: `test`, `validation` (other examples, after the same demonstrations), `permutation` (the
-    last demonstration after the others) or `cue` (the same without the text). `example` is the number among the prompts
-    of this split and `seed`; `cue` is the number of the prompt that calibrates this one, -1 without one.
+    last demonstration after the others) or `cue` (the prompt without the text). `example` is the number among the
+    prompts of this split and `seed`; `cue` is the number of the prompt that calibrates this one, -1 without one.
     """
 
     split: str

@@ -90,7 +90,7 @@ class _Decompressed(io.RawIOBase):
 def expanded(path: Path, bound: Bound | None, wanted: str, stream: Any = None) -> Iterator[io.BufferedReader]:
     """The decompressed bytes of a file on disk, or of the member `path` of an archive, whose bytes `stream` has.
 
-    Raises DemixError if the first bytes are not those of the kind `wanted`, compressed as the name says.
+    Raises DemixError if the first bytes do not belong to the kind `wanted`, compressed as the name says.
     """
     compression = COMPRESSIONS.get(path.suffix.lower())
     with ExitStack() as stack:

@@ -53,7 +53,7 @@ class Grams:
 def words_of(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The words of a column of texts: all their UTF-8 bytes, and for each word its length and the number of its text.
 
-    The column has no nulls. Words are those of `str.split()`.
+    The column has no nulls. Words are the parts that `str.split()` returns.
     """
     parts = pc.utf8_split_whitespace(texts)
     words, number = parts.flatten(), np.repeat(np.arange(len(texts)), pc.list_value_length(parts))

@@ -17,7 +17,7 @@ CLIENTS = ("sbatch", "srun", "sinfo", "squeue", "sacct", "scontrol", "scancel")
 
 
 def check_ready(run: Run, executor: Literal["local", "slurm"], domains: Iterable[str]) -> None:
-    """Raise DemixError if jobs of a run cannot start; `domains` are those whose text is downloaded."""
+    """Raise DemixError if jobs of a run cannot start; `domains` are the domains whose text is downloaded."""
     if executor == "slurm":
         check_site(run)
     if executor == "local" or run.config.cluster.downloads == "login":

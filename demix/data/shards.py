@@ -114,8 +114,9 @@ def tokenize(tokenizer: Path, documents: Path, output: Path) -> None:
 
     Also writes `<split>.documents.arrow` (`offset`: the position of each document's first id in the split, `bytes`: the
     size of its text in UTF-8, `origin`: the first 63 bits of its column `origin`, or, without this column, the
-    document's number), and last the manifest `<split>.json`, whose `sha256` is that of all token ids in a row. A sample
-    of the documents is also encoded by the exact encoder; if ids differ, it encodes all documents, with a warning.
+    document's number), and last the manifest `<split>.json`, whose `sha256` is the hash of all token ids in a row. A
+    sample of the documents is also encoded by the exact encoder; if ids differ, it encodes all documents, with a
+    warning.
     """
     encoder = Tokenizer.load(tokenizer)
     if encoder.fast is None:

@@ -36,7 +36,7 @@ def made_once(
     *,
     passing: bool = False,
 ) -> None:
-    """Write `files` by `make`, or use those of another run with the same inputs.
+    """Write `files` by `make`, or use the files of another run with the same inputs.
 
     `output` is the file or folder that identifies the job. If it is not below `results/<run>/`, `make` is simply
     called. Names of `files` may be globs. The files must depend only on `output`, the bytes of `inputs`, their paths

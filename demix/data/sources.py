@@ -168,7 +168,7 @@ def read(
 def divided(output: Path, source: Source, part: int, where: Mapping[str, Any] | None = None) -> Path:
     """The path to which a pass over a shared source (`demix.data.divide`) writes the file `output` of a domain.
 
-    `where` are the conditions of the domain, if not those of the source. The name contains a digest of the pass's
+    `where` are the conditions of the domain, if they differ from the source's. The name contains a digest of the pass's
     inputs: the settings and, for local files, their sizes and times.
     """
     files = (pinned(source, part) or []) if source.kind == "files" else []

@@ -59,8 +59,7 @@ def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int)
     """The vocabulary of the definition of any byte-level BPE. Raises ValueError that says why it is not one.
 
     An id has the bytes of its token in the table of GPT-2; an added token has the bytes of its text. Text is encoded
-    without loss, except for its normal form: with a normaliser NFC the bytes of a text's ids are those of the text in
-    NFC.
+    without loss, except for its normal form: with a normaliser NFC a text's ids have the bytes of the text in NFC.
     """
     if not isinstance(types, int) or not 0 < types <= MAX_TYPES:
         raise ValueError(f"it has {types!r:.40} tokens, but 1 to {MAX_TYPES:,} are allowed")

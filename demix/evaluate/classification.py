@@ -204,7 +204,7 @@ def routings(
 
     A routing that mixes experts also occurs with each `top_k` smaller than their number. `near` has the distances [E]
     of each context to the experts' clusters, if they have clusters. If the rule `tempered` is named without parameters,
-    it has those of the argument `tempered`; other rules then have their default parameters.
+    it has the parameters of the argument `tempered`; other rules then have their default parameters.
     """
     uniform = np.zeros(len(experts))
     mixtures = [TaskRouting("average", lambda one: uniform)]

@@ -59,7 +59,7 @@ class Line:
 class ExpertLine(Line):
     """The results of a single expert, and its weights in mixtures.
 
-    `behind` is the expert's loss above that of the best expert, in nats per token (0 for the best). `usual` are the
+    `behind` is the expert's loss minus the best expert's loss, in nats per token (0 for the best). `usual` are the
     expert's results on its own domain (`demix.model.experts.usual_of`), None if they are unknown. `weight` is the mean
     of the expert's `tempered` weight over all tokens. `posterior` is the expert's updating prior after the text (paper,
     Eq. 7): the probability, among these experts, that the text is from the expert's domain.

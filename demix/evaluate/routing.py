@@ -38,8 +38,8 @@ class Routing(ScoredTokens):
 def route(folder: Path, shards: Sequence[Path], tokenizer: Path, routing: Routing, output: Path) -> None:
     """Write output/<domain>.<split>.parquet for each of the token shards tokens/<domain>/<split>.arrow.
 
-    `folder` is the clusterer's. The tables are streamed, so memory does not grow with the number of tokens. Raises
-    DemixError for a shard of another tokenizer, and for an empty split.
+    `folder` is the folder of a clusterer. The tables are streamed, so memory does not grow with the number of tokens.
+    Raises DemixError for a shard of another tokenizer, and for an empty split.
     """
     clusterer, encoder = Clusterer.open(folder), Tokenizer.load(tokenizer)
     for path in shards:

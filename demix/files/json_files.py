@@ -1,7 +1,7 @@
 """JSON and JSON lines with a visible seal (a checksum), which is checked when the files are read.
 
 The last key of an object is `seal`: the sha256 of the canonical JSON of all other keys. JSON lines end in a line
-`{"rows": n, "seal": …}`, whose seal is that of the list of all rows.
+`{"rows": n, "seal": …}`, whose seal is the seal of the list of all rows.
 
 Canonical JSON has sorted keys, no white space and escapes for all characters that are not ASCII. Its numbers are
 written as by Python's `repr`, NaN and infinities as `NaN` and `Infinity`. A file therefore stays valid if white space,

@@ -32,7 +32,10 @@ SHELL_FUNCTION = (
 
 
 def expanded(arguments: list[str]) -> list[str]:
-    """The arguments of a command. A single @FILE stands for those in the file, each ended by a null character."""
+    """The arguments of a command.
+
+    A single @FILE stands for the arguments in the file, each ended by a null character.
+    """
     if len(arguments) != 1 or not arguments[0].startswith("@"):
         return arguments
     return os.fsdecode(Path(arguments[0][1:]).read_bytes()).split("\0")[:-1]

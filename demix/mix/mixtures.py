@@ -96,10 +96,10 @@ def log_mixtures(
 ) -> np.ndarray:
     """log p [B, K, T] of each token under K mixtures with the priors `log_priors` [B, K, E] (paper, Eq. 4).
 
-    `evidence` [B, T, E] and `uniform_start` come from the weights rule that all K mixtures share. The values equal
-    those of `log_weights`, `keep_top` and logsumexp up to rounding. This function is faster, because all priors share
-    one exponential per token and expert: it sums products of factors, each divided by the largest of its kind. Where
-    such a sum is below 1e-290 (prior and evidence disagree by 667 nats or more), the function computes with logarithms
+    `evidence` [B, T, E] and `uniform_start` come from the weights rule that all K mixtures share. Up to rounding,
+    `log_weights`, `keep_top` and logsumexp give the same values. This function is faster, because all priors share one
+    exponential per token and expert: it sums products of factors, each divided by the largest of its kind. Where such a
+    sum is below 1e-290 (prior and evidence disagree by 667 nats or more), the function computes with logarithms
     instead.
     """
     by_expert = scores.transpose(0, 2, 1)

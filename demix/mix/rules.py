@@ -310,7 +310,8 @@ class Cluster(History):
     """The evidence is the nearness of the text so far to the cluster of each expert (Gururangan et al. 2023, Eq. 3).
 
     L[t, j] = -d²[t, j] / temperature, where d is the distance of the text before token t to the centre of cluster j.
-    Updating and cached priors are those of `History`, because a block's distances are not evidence for the next block.
+    Updating and cached priors are computed as for `History`, because a block's distances are not evidence for the next
+    block.
     """
 
     temperature: float
@@ -347,7 +348,7 @@ class ReleasedCluster(Cluster):
 
 @dataclass(frozen=True)
 class ClusterHistory(Cluster):
-    """The evidence is that of `Cluster` plus that of `History`."""
+    """The evidence is the evidence of `Cluster` plus the evidence of `History`."""
 
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
         """See `WeightsRule.evidence`."""

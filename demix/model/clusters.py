@@ -1,7 +1,7 @@
 """The clusters of a model's experts, for cluster rules outside the workflow.
 
-They are those of the model's run. `demix card` copies them to the folder `clusterer` of the model, so that a copied
-model keeps them.
+The clusters come from the model's run. `demix card` copies them to the folder `clusterer` of the model, so that a
+copied model keeps them.
 """
 
 from collections.abc import Iterable, Sequence

@@ -38,7 +38,7 @@ class Decoder:
 
     `trunks` hold the E experts together, as `load_experts` returns them. `before` [B] are the tokens before the texts.
     `posterior` holds the weights of the experts on the B empty texts. All experts read the same texts. The decoder
-    keeps each expert's keys and values; the experts of a trunk share those of the first layer.
+    keeps each expert's keys and values; the experts of a trunk share the first layer's.
     """
 
     @torch.no_grad()

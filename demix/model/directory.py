@@ -116,7 +116,7 @@ def expert_lineage(directory: Path, expert: str, *needed: str) -> ExpertManifest
     """The description of an expert of the model in `directory`, which must have the keys `needed`.
 
     Raises DemixError if the expert is missing, if its digest is not the one in the model's manifest, and if its shared
-    weights or its tokenizer are not those of the model.
+    weights or its tokenizer are not the model's.
     """
     path, _ = expert_files(directory, expert)
     if not path.exists():
@@ -248,7 +248,7 @@ def load_expert(directory: Path, expert: str) -> Tensors:
 
 
 def wanted_tensors(directory: Path) -> tuple[Tensors, Tensors]:
-    """The tensors, without values, that the experts of the model in `directory` share, and those that each owns.
+    """The tensors, without values, that the experts of a model share, and the tensors that each expert owns.
 
     Raises DemixError if model.json does not describe a model.
     """

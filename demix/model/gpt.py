@@ -39,8 +39,8 @@ class GPT(LanguageModel):
 
     `experts` names the stacked experts in order. `domain_tokens` names the domains that can be the first input position
     (the domain-token baseline; paper, section 4.2). A domain token is an input and never a target. `expert_scope` says
-    which tensors belong to one expert: those of its feedforwards and its table of bigrams (`feedforward`), or all
-    tensors (`model`). A model of scope `model` holds one expert.
+    which tensors belong to one expert: its feedforwards and its table of bigrams (`feedforward`), or all tensors
+    (`model`). A model of scope `model` holds one expert.
     """
 
     def __init__(

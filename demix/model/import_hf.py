@@ -84,12 +84,12 @@ def import_hf(
 ) -> Verified | None:
     """Write the checkpoint in `folder` (config.json, safetensors files) as a model of demix with its tokenizer.
 
-    Supported architectures are those of `demix.model.formats`; their classes in transformers yield the same logits.
-    `context` is the context length. A table of learned positions is cut to it; without learned positions the default is
-    the smaller of USUAL_CONTEXT and the checkpoint's length. With `verify` the logits are compared with those of
-    transformers on a text, and the difference is returned. `imported_tokenizer` describes the supported tokenizers.
-    model.json records the `origin` of the files. Nothing is unpickled or downloaded. If a file is missing or damaged,
-    the model has an unsupported feature, or the logits differ, raises DemixError without writing `output`.
+    Supported architectures are the formats in `demix.model.formats`; their classes in transformers yield the same
+    logits. `context` is the context length. A table of learned positions is cut to it; without learned positions the
+    default is the smaller of USUAL_CONTEXT and the checkpoint's length. With `verify` the logits are compared with
+    those of transformers on a text, and the difference is returned. `imported_tokenizer` describes the supported
+    tokenizers. model.json records the `origin` of the files. Nothing is unpickled or downloaded. If a file is missing
+    or damaged, the model has an unsupported feature, or the logits differ, raises DemixError without writing `output`.
     """
     _check_output(output, verify)
     for path in (*(folder / name for name in (*KEPT, INDEX)), *folder.glob("*.safetensors")):

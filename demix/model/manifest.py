@@ -203,7 +203,7 @@ def read_usual(path: Path) -> dict[str, Usual]:
 
 
 def tempered_of(directory: Path) -> tuple[float, ...]:
-    """β and γ of the rule `tempered`: those in the model's `mixing.json`, or the defaults without this file.
+    """β and γ of the rule `tempered`: from the model's `mixing.json`, or the defaults without this file.
 
     Raises DemixError if the file is damaged or has other content.
     """

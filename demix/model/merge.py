@@ -200,9 +200,9 @@ def join_branches(branches: Sequence[Path], output: Path) -> None:
 
 
 def join_metrics(metrics: Sequence[Path], output: Path) -> None:
-    """Write the metrics of several trainings with the same steps to `output`, as those of one training.
+    """Write the metrics of several trainings with the same steps to `output`, as the metrics of one training.
 
-    Tokens are summed over the trainings; those of a dense warm start are counted once. A loss is the mean over the
+    Tokens are summed over the trainings; the tokens of a dense warm start are counted once. A loss is the mean over the
     trainings. Tokens per second are computed as if one process did the trainings one after the other. Gradient norms
     are kept per training. Raises DemixError if the steps differ.
     """

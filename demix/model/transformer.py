@@ -149,8 +149,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Map `x` [E, B, T, D] to [E, B, T, D]. With `past`, `x` follows the cached positions and is added to them.
 
-        `bias` and `cos_sin` come from `Positions`, for the same T and for the positions that `past` had before.
-        `values` [E or 1, B, T, K·U] are the value embeddings of the tokens.
+        `bias` and `cos_sin` come from `demix.model.positions`, for the same T and for the positions that `past` had
+        before. `values` [E or 1, B, T, K·U] are the value embeddings of the tokens.
         """
         E, B, T, _ = x.shape
         qkv = self.qkv(x).view(E * B, T, self.heads + 2 * self.key_heads, self.head_dim)
@@ -264,7 +264,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map `x` [E or 1, B, T, D] to [E, B, T, D].
 
-        `bias` and `cos_sin` come from `Positions`, `masks` from `Dropout.masks`, and `values` are as in
+        `bias` and `cos_sin` come from `demix.model.positions`, `masks` from `Dropout.masks`, and `values` are as in
         `Attention.forward`; the others are as in `GPT.forward`.
         """
         (before, after, post), (before_2, after_2, post_2) = self._norms

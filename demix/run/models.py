@@ -218,7 +218,7 @@ def folder_of(row: str, seed: int, first: int) -> str:
 
 
 def left_out(domain: str) -> str:
-    """The label of the set of all experts except that of `domain`."""
+    """The label of the set of all experts except the expert of `domain`."""
     return f"minus-{domain}"
 
 

@@ -23,11 +23,11 @@ _PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0}
 class Row:
     """An entry of the config's `models`, with everything derived for its training.
 
-    `settings` are those of the section `training` with the entry's own values. A warm-started entry has its parent's
-    settings, and also `parent` and `seed_tokens`. If an entry starts from a model in a folder, `initial` is that
-    folder. An entry that `mixes` starts from the merged experts of its parent, with its own training. `learned` are the
-    domains or clusters on which the entry trains. A step has `sequences` sequences of each of these; a step of the
-    parent had `seed_sequences` in all, if that number differs. `label` is the entry's name in tables.
+    `settings` are the section `training` with the entry's own values. A warm-started entry has its parent's settings,
+    and also `parent` and `seed_tokens`. If an entry starts from a model in a folder, `initial` is that folder. An entry
+    that `mixes` starts from the merged experts of its parent, with its own training. `learned` are the domains or
+    clusters on which the entry trains. A step has `sequences` sequences of each of these; a step of the parent had
+    `seed_sequences` in all, if that number differs. `label` is the entry's name in tables.
     """
 
     name: str

@@ -313,7 +313,7 @@ class RunRules(StageSettings):
         return "".join([*given, *([" --restart"] if model.restarts and model.seed_step else [])])
 
     def cores(self, settings: EntrySettings) -> int:
-        """The cores that a training needs on this machine: those of all ranks, or one if it only waits for a job."""
+        """The cores that a training needs on this machine: all ranks' cores, or one to wait for a job."""
         return 1 if self.run.submitted else self.run.config.threads * settings.ranks
 
     def log(self, rule: str, wildcards: Iterable[str]) -> str:

@@ -209,7 +209,7 @@ def ngram_folders(order: object) -> tuple[str, str]:
 
 
 def ngram_systems(run: Run) -> tuple[System, ...]:
-    """The systems of `evaluation.ngrams`: for each order one of all training text, then those that mix domains."""
+    """The systems of `evaluation.ngrams`: for each order one of all training text, then mixtures of domains."""
     found: list[System] = []
     for order in run.config.evaluation.ngrams or ():
         pooled, by_domain = ngram_folders(order)

@@ -53,7 +53,7 @@ class Record:
 
 
 def records(run: Run) -> list[Record]:
-    """The records of a run, first that of the whole run. Raises DemixError if a file is missing or damaged."""
+    """The records of a run, first the record of the whole run. Raises DemixError if a file is missing or damaged."""
     results = read_results(run.folder / "results.parquet")
     learned = [*_trainings(run, results)]
     parent = _pipeline(run, learned, tuple(_headlines(results, run)))

@@ -217,7 +217,7 @@ def branched(state: State, experts: Sequence[str], scope: str = "feedforward") -
 def upcycled(state: State, model: GPT) -> State:
     """The state of a dense model, converted to `model`: in token-routed layers each expert copies the feedforward.
 
-    Routers are those of the initialised `model`. Existing routed experts and their routers do not change. The state has
+    Routers stay as in the initialised `model`. Existing routed experts and their routers do not change. The state has
     no moments (Komatsuzaki et al. 2023, "Sparse Upcycling", keep the optimizer's state).
     """
     ((expert, dense),) = state.experts.items()

@@ -163,7 +163,7 @@ class Best:
             log.info("stopping at step %d: no lower dev loss in %d evaluations", step, self.since)
 
     def restore(self) -> None:
-        """Set the model's parameters to those of the lowest loss."""
+        """Set the model's parameters to the parameters of the lowest loss."""
         with torch.no_grad():
             for name, tensor in self.parameters.items():
                 self.trained[name].copy_(tensor)
