@@ -151,7 +151,7 @@ def fitted(name: str, task: Task, examples: Iterable[Example], tokenizer: Tokeni
     for one in examples:
         text, room = one.text, budget - size("", one.choices)
         if room < MIN_TOKENS:
-            cause = f"leaves a text {max(room, 0)} of the {share} tokens of its share of a block: labels need the others"
+            cause = f"leaves a text {max(room, 0)} of its {share} tokens of a block: template and label use the others"
             key = f"config key tasks.{name}.{'tokens' if task.tokens and task.tokens < share else 'shots'}"
             raise DemixError(key, cause, "lower shots, raise tokens, or use shorter labels")
         ids = tokenizer.encode(text)
