@@ -235,8 +235,7 @@ def read_rows(path: str | Path, kind: str, names: Collection[str] | None = None)
     file = FILES[kind]
     with parquet_reader(path) as stored:
         if missing := [name for name in file.columns if name not in stored.schema_arrow.names]:
-            cause = f"has no column {', '.join(missing)}"
-            raise DemixError(path, cause, "rerun the evaluation with this version of demix")
+            raise DemixError(path, f"has no column {', '.join(missing)}", "rerun the evaluation with this version")
         parts = (pa.Table.from_batches([batch]) for batch in stored.iter_batches())
         if names is not None:
             wanted = pc.field("domain").isin([*names]) & pc.field("expert").isin([*names])
