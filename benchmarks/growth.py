@@ -134,9 +134,8 @@ def of_domains(rows: pd.DataFrame, domains: tuple[str, ...]) -> pd.DataFrame:
         parts += [others[others["domain"] != "parliament"].assign(expert=name)] if len(others) else []
         pair, rest = others[others["domain"] == "parliament"], [other for other in domains if other != name]
         if len(pair):
-            experts_of = np.repeat(rest, len(pair))
             repeated = pair.iloc[np.tile(np.arange(len(pair)), len(rest))]
-            parts.append(repeated.assign(domain=name, expert=experts_of))
+            parts.append(repeated.assign(domain=name, expert=np.repeat(rest, len(pair))))
     return pd.concat([alone[alone["domain"] != "parliament"], *parts], ignore_index=True)
 
 
