@@ -31,11 +31,11 @@ paper-recipe: $(VENV)/installed
 compact: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/sample-compact.yaml --logger demix
 
-# DEMix, Branch-Train-Merge and c-BTM beside one another (docs/experiments/methods.md).
+# DEMix, Branch-Train-Merge and c-BTM compared (docs/experiments/methods.md).
 families: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/families.yaml --logger demix
 
-# ALiBi, CLAP and masked language models beside the usual ones (docs/experiments/variants.md).
+# ALiBi, CLAP and masked language models compared with the usual ones (docs/experiments/variants.md).
 variants: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/variants.yaml --logger demix
 

@@ -263,12 +263,13 @@ def _map(path: Path) -> pa.RecordBatch:
         # A mapping of a pipe would wait for a writer.
         opened(path).close()
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        if reader.num_record_batches != 1:
+        # Damaged names of columns raise ValueError when they are decoded, as here.
+        if reader.num_record_batches != 1 or "" in reader.schema.names:
             raise pa.ArrowInvalid(f"{reader.num_record_batches} record batches instead of one")
         batch = reader.get_batch(0)
         batch.validate()
         return batch
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DemixError(path, f"is damaged or cut short ({error})", REMAKE) from None
