@@ -91,14 +91,14 @@ def ablations(data: RunData) -> Table:
     """Mean test perplexity (lower is better) of mixtures with one setting changed (rows), and its change in percent
     from the same mixture with the setting of all other tables.
 
-    Table 3 defines the other rules. “updating prior”: the weights at the start of a block (context window)
-    are a decayed average of the posteriors after earlier blocks. “fitted prior”: the fixed weights with the lowest dev
-    loss. “static”: the prior gives the weights at every token. “last n”: only these tokens of the block change the
-    weights. “in hindsight”: the best expert of each block (a lower bound for the paper's rule) or token (a lower bound
-    for every mixture), chosen on test text. “released weights”: those of the released scorer with our priors, equal at
-    a block's first token. “released scorer”: the authors' code reads a block's posterior at its last position, averages
-    it over a batch of blocks, and multiplies the old mean by 0.7 instead of λ. For clusters, it squares distances
-    twice. “top-k”: at each token only the k experts with the largest weights are
+    Table 3 defines the other rules. “updating prior”: the weights at the start of a block (context window) are a
+    decayed average of the posteriors after earlier blocks. “fitted prior”: the fixed weights with the lowest dev loss.
+    “static”: the prior gives the weights at every token. “last n”: only these tokens of the block change the weights.
+    “in hindsight”: the best expert of each block (a lower bound for the paper's rule) or token (a lower bound for every
+    mixture), chosen on test text. “released weights”: the weights follow from our prior and the previous token only; at
+    a block's first token all experts have equal weights. “released scorer”: the same weights, and the prior of the
+    authors' code, a running mean over batches of blocks that keeps 0.7 of its old value at each step. For experts of
+    clusters, their code squares distances twice. “top-k”: at each token only the k experts with the largest weights are
     mixed; in a token-routed model each token chooses k experts in each layer. “τ”: the temperature of clusters, varied
     as in Table 9 of the c-BTM paper.
 

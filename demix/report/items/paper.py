@@ -41,7 +41,7 @@ def table1(data: RunData) -> Table:
     Training domains come first.
 
     A document that the config's key piece_words cuts into chunks counts once for each chunk here. Other tables count
-    only the scored documents. Model cards also count all documents before they are cut.
+    only the documents whose perplexity was measured. Model cards also count all documents before they are cut.
     """
     rows: dict[str, dict[str, float]] = {}
     for name in data.run.domains:
@@ -92,9 +92,9 @@ def table3(data: RunData) -> Table:
     share), with a prior fitted on dev text. “cluster”: the weights depend on the distance of the text so far to each
     expert's cluster. “released scorer”: in the authors' code only the prior and the previous token set the weights.
 
-    The paper's mixtures belong to our released scorer: Eq. 5 and 6 (our cached prior) cannot give them. With 8 experts
-    and 1,024 tokens per block, a uniform prior would have at most 8^(1/1024) = 1.002 times the perplexity of another
-    prior. In the paper's Table 5 this factor is 24.5 / 21.4 = 1.145.
+    Compare the paper's mixtures with the rows “released scorer”, because Eq. 5 and 6 (our cached prior) cannot give its
+    numbers. With 8 experts and 1,024 tokens per block, a uniform prior would have at most 8^(1/1024) = 1.002 times the
+    perplexity of another prior. In the paper's Table 5 this factor is 24.5 / 21.4 = 1.145.
     """
     lines = {system.label: (system, BALANCED) for system in in_domain(data.run)}
     return compared(data, lines, data.kinds[:1]).renamed(
@@ -110,7 +110,7 @@ def table4(data: RunData) -> Table:
     """Test perplexity on each training domain (columns; lower is better), for the rows of Table 3. Bold: the lowest of
     a column.
 
-    Table 3 defines the mixing rules and says why the paper's mixtures belong to our released scorer.
+    Table 3 defines the mixing rules. Compare the paper's mixtures with the rows “released scorer”; Table 3 says why.
     """
     systems = {system.label: system for system in in_domain(data.run)}
     table = by_system(data.results, systems, data.training)
@@ -122,12 +122,12 @@ def table5(data: RunData) -> Table:
     """Test perplexity on each novel domain (columns; lower is better). No model of this table was trained on a novel
     domain. Bold: the lowest of a column, oracles excluded.
 
-    Table 3 defines the other mixing rules, and says why the paper's mixtures belong to our released scorer. The
-    paper does not have tempered, switching and cluster. Rules that use dev text know the domain. “oracle”: the single
-    expert or domain token that is best on the test split. “chosen on dev”: the one that is best on dev text. “average”:
-    equal weights. “uniform prior”: like the cached prior, but a block starts with equal weights. “updating prior”: a
-    block starts with a decayed average of the posteriors after earlier blocks (Eq. 7). “released weights”: like the
-    released scorer, with our priors.
+    Table 3 defines the other mixing rules. Compare the paper's mixtures with the rows “released scorer”; Table 3 says
+    why. The paper has no numbers for the rules tempered and switching. Rules that use dev text know the domain.
+    “oracle”: the single expert or domain token that is best on the test split. “chosen on dev”: the one that is best on
+    dev text. “average”: equal weights. “uniform prior”: like the cached prior, but a block starts with equal weights.
+    “updating prior”: a block starts with a decayed average of the posteriors after earlier blocks (Eq. 7). “released
+    weights”: like the released scorer, with our priors.
     """
     lines: dict[str, System] = {}
     for system in trained_systems(data.run):
@@ -153,8 +153,8 @@ def table6(data: RunData) -> Table:
 
     Both mixtures have a cached prior: the weights at the start of a block (context window) were estimated on the
     domain's dev split. The weight at a later token is the expert's posterior probability after the earlier tokens of
-    the block. “released weights”: only the prior and the previous token set the weights, as in the authors' code. The
-    paper's mixtures belong to these rows; Table 3 says why.
+    the block. “released weights”: only the prior and the previous token set the weights, as in the authors' code.
+    Compare the paper's numbers with these; Table 3 says why.
 
     Pieces are the scored chunks of the documents.
     """
@@ -173,8 +173,8 @@ def table7(data: RunData) -> Table:
 
     All columns have a cached prior: the weights at the start of a block (context window) were estimated on the domain's
     dev split. The weight at a later token is the expert's posterior probability after the earlier tokens of the block.
-    “released weights”: only the prior and the previous token set the weights, as in the authors' code. The paper's
-    mixtures belong to these rows; Table 3 says why.
+    “released weights”: only the prior and the previous token set the weights, as in the authors' code. Compare the
+    paper's numbers with these; Table 3 says why.
 
     Pieces are the scored chunks of the documents.
     """
@@ -231,7 +231,7 @@ def table13(data: RunData) -> Table:
             f"DEMix-DAPT trains one new expert of {run.receiver.label}. The expert {began} Each training domain is "
             "predicted by its own expert, which adaptation does not change.",
             f"One expert added: the mixture of {so_many(trained, 'training expert')} and the new one, compared with "
-            "the mixture without it. The cached prior was estimated on dev text (6.2, Figure 6).",
+            "the mixture without it. The cached prior is estimated on each domain's dev split (as in section 6.2).",
             f"Dense-DAPT changes {adapts[run.config.adaptation.dense_trained]} ({sizes['Dense-DAPT']:,} bytes), "
             f"DEMix-DAPT one expert ({sizes['DEMix-DAPT']:,} bytes). From left to right, the methods run 1, 2, 1 and "
             f"{trained + 1} models or experts per token.",
