@@ -182,9 +182,9 @@ def _query_norm(options: Architecture, heads: int) -> nn.Module:
 
 
 def _faster_whole(q: Tensor) -> bool:
-    """Whether `_whole_attention` is faster than torch's: half the time where a CPU trains in bf16 on 256 tokens."""
+    """Whether `_whole_attention` is faster than torch's attention: a CPU that trains in bf16 needs half the time."""
     trained = torch.is_grad_enabled() and q.device.type == "cpu" and q.dtype == torch.bfloat16
-    # Torch's own is as fast from 1,024 positions, and never holds 128 MB of scores in each layer.
+    # From 1,024 positions torch's attention is as fast. 2^26 scores of a layer are 128 MB, which torch never holds.
     return trained and q.shape[2] <= 512 and q.shape[:3].numel() * q.shape[2] <= 1 << 26
 
 

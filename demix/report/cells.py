@@ -31,13 +31,6 @@ from demix.run.systems import System, added
 # On the interval of a domain with fewer than 20 test documents.
 WITHIN_NOTE = "Such an interval covers only other text of the same documents; one over documents would be wider."
 INTERVAL_NOTE = "Below a perplexity is its 95% interval, which does not cover another training (notes of Table 4)."
-# The same note in Table 4.
-WHOLE_INTERVAL_NOTE = (
-    "Below a perplexity is its 95% interval, from resampling the domain's test documents, each with all of its chunks. "
-    "It shows how other test documents could change the number, not how another training could. If a domain has fewer "
-    "than 20 test documents, stretches of sqrt(N) of its N test tokens are resampled instead, within these documents. "
-    f"{WITHIN_NOTE} A text of fewer than 400 tokens has no interval."
-)
 MEAN_NOTE = (
     "Below a number is its 95% interval over resampled test documents (the same for both models of a change), if every "
     "domain has one. “significant” counts the domains where the whole interval of the difference is below zero."

@@ -154,8 +154,6 @@ def _flat(keys: Iterable[tuple[str | int, ...]]) -> pd.Index:
     return pd.Index(list(keys), tupleize_cols=False, dtype=object)
 
 
-# The most domains, and the most experts, of a figure: more cells could not be distinguished.
-MAX_SHOWN = 64
 Bounds = Mapping[tuple[str, ...], tuple[float, float]]
 
 
@@ -191,6 +189,8 @@ def paired_either_way(bounds: Bounds, one: ByDomain, other: System, domains: Ite
     return max(found, turned, key=len)
 
 
+# The most domains, and the most experts, of a figure: more cells could not be distinguished.
+MAX_SHOWN = 64
 _SYSTEM = ("model", "experts", "method", "weights")
 _EXPERT = ("model", "experts", "weights", "domain", "expert", "seed")
 _VARIANT = ("top_k", "variant", "decay", "dev_blocks", "context", "temperature", "expert", "domain", "split", "seed")

@@ -16,8 +16,8 @@ import pandas as pd
 Verdict = Literal["shown", "weak", "mixed", "not shown", "cannot be judged"]
 # The probability of one or more false claims in a family (the papers' or ours) that Holm's correction allows.
 LEVEL = 0.05
-# The sentence of the cells of a comparison, by their number.
-NUMBERS = {1: "{}.".format, 4: "{}; change: {}; 95% interval: {}; domains that agree: {}.".format}
+# The sentence that prints a comparison, by the number of its cells.
+SENTENCES = {1: "{}.".format, 4: "{}; change: {}; 95% interval: {}; domains that agree: {}.".format}
 # Half of a 95% interval in standard errors.
 HALF = 1.96
 # Parameters that adaptation does not change give the same scores up to the order of sums.
@@ -111,7 +111,7 @@ class Claim:
     @property
     def numbers(self) -> str:
         """The numbers that decide, as sentences."""
-        found = [text for part in self.parts for text in (NUMBERS[len(part.cells)](*part.cells), part.seeds) if text]
+        found = [text for part in self.parts for text in (SENTENCES[len(part.cells)](*part.cells), part.seeds) if text]
         return " ".join([*found, *[self.corrected] * bool(self.corrected)])
 
     @property
