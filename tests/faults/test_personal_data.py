@@ -1,7 +1,6 @@
 """Personal data planted in texts, other fields and file names: none in anything that is made after anonymize."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ PLANTED = {
     "USER": "@zoequine_77",
 }
 # What of each may be seen nowhere.
-TRACES = ("zoe.quine", "mail.example", "0123456789abcdef0123", "100012345678", "7946", "1111", "09-9998", "zoequine_77")
+TRACES = ("zoe.quine", "mail.example", "0123456789ab", "100012345678", "7946 0958", "1111 1111", "09-9998", "zoequine")
 FILE = "zoe.quine@mail.example.org +44 20 7946 0958.jsonl"
 
 
@@ -63,11 +62,8 @@ def content(path: Path, tokenizer: Path | None) -> str:
 
 
 def traces(text: str) -> list[str]:
-    """The traces that a text holds: one of digits where no other digit is beside it, as in digests and numbers."""
-    patterns = {
-        trace: rf"(?<![0-9a-f.]){trace}(?![0-9a-f])" if trace.isdigit() else re.escape(trace) for trace in TRACES
-    }
-    return [trace for trace, pattern in patterns.items() if re.search(pattern, text)]
+    """The traces that a text holds."""
+    return [trace for trace in TRACES if trace in text]
 
 
 def leaks(folder: Path) -> list[tuple[str, list[str]]]:
