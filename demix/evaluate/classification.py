@@ -348,7 +348,7 @@ def resampled_means(right: np.ndarray, seed: int) -> np.ndarray:
     seeds, count = right.shape
     rows = generator.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES) / seeds
     columns = generator.multinomial(count, np.full(count, 1 / count), RESAMPLES) / count
-    means: np.ndarray = np.einsum("rs,rn,sn->r", rows, columns, right.astype(np.float64), optimize=True)
+    means: np.ndarray = np.einsum("rs,rn,sn->r", rows, columns, right.astype(np.float64))
     return means
 
 

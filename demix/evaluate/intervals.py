@@ -72,7 +72,7 @@ def resampled_sums(sums: np.ndarray, seed: int, resamples: int = RESAMPLES, draw
     """Sums [K, R] of K quantities [K, D] over R resamples of D documents, drawn with replacement.
 
     A resample has `draws` documents, by default D. All quantities use the same resamples, so that differences are
-    paired. A resample is stored as the number of draws of each document, and one matrix product yields all sums.
+    paired. A resample is stored as the number of draws of each document, and one product yields all sums.
     `scipy.stats.bootstrap` would gather K times R times D values, and again for each pair.
     """
     documents = sums.shape[1]
@@ -82,7 +82,8 @@ def resampled_sums(sums: np.ndarray, seed: int, resamples: int = RESAMPLES, draw
         rows = min(resamples - start, max(1, _AT_ONCE // documents))
         places = generator.integers(documents, size=(rows, draws or documents)) + documents * np.arange(rows)[:, None]
         counts = np.bincount(places.ravel(), minlength=rows * documents).reshape(rows, documents)
-        drawn.append(sums @ counts.T.astype(np.float64))
+        # With the threads of a matrix product, the last bits would depend on their number.
+        drawn.append(np.einsum("kd,rd->kr", sums, counts.astype(np.float64)))
     return np.concatenate(drawn, axis=1)
 
 
