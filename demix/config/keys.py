@@ -60,12 +60,12 @@ def _lines(node: yaml.Node | None, above: str, path: Path) -> Iterator[tuple[str
 def located(error: DemixError, files: Mapping[Path, Mapping[str, int]]) -> DemixError:
     """The error about a config key, with the file and the line of the key if one of `files` has it.
 
-    If several files have the key, the last one is named, because Snakemake uses its value. For a missing key, the line
-    of its section is given.
+    If several files have the key, the last one is named, because Snakemake uses its value. For a missing key or an item
+    of a list, the line of its section or of the list is given.
     """
     key = error.subject.removeprefix("config key ")
-    places = (key, key.rpartition(".")[0]) if error.cause == "is missing" else (key,)
-    for place in places:
+    above = key.rpartition(".")[0] if error.cause == "is missing" or key[-1:].isdigit() else key
+    for place in (key, above):
         for path, lines in reversed([*files.items()]):
             if place in lines and key != error.subject:
                 return error.but(f"{path}, line {lines[place]}, {error.subject}")

@@ -74,7 +74,7 @@ def parsed_weights(weights: str) -> Weights:
     known = ", ".join(FAMILIES)
     found = re.fullmatch(r"([a-z+]+)(?:\(([^()]*)\))?", weights)
     if not found or found[1] not in FAMILIES:
-        raise ValueError("is not known", f"use one of {known}")
+        raise ValueError(f"{weights} is not a known rule", f"use one of {known}")
     allowed = FAMILIES[found[1]].parameters
     if found[2] is None:
         return Weights(found[1])

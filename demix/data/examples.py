@@ -70,10 +70,11 @@ class Prompt:
 
 
 def write_examples(task: str, tokenizer: Path, settings: ExamplesRecipe, output: Path) -> None:
-    """Read the examples of a task, with texts that fit into a model's context.
+    """Write the examples of a task to the Parquet file `output`, with texts that fit into a model's context.
 
-    A text is shortened to `tokens` of the settings, by default to its share of a block. Raises DemixError if a task has
-    too few examples or a label that is not in `labels`, or if its template leaves no room for texts.
+    A text is shortened to `tokens` of the settings, by default to (block length) / (demonstrations + 1). Raises
+    DemixError if a task has too few examples or a label that is not in `labels`, or if its template leaves no room for
+    texts.
     """
     encoder = Tokenizer.load(tokenizer)
     examples = list(fitted(task, settings, _drawn(task, settings, output), encoder, settings.length))

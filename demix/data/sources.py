@@ -63,9 +63,9 @@ class Omitted:
     def warn(self, name: str) -> None:
         """Log a warning if bytes of the source `name` are not text, and one if files are not data."""
         if self.invalid_bytes or self.not_utf8:
-            said = "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents without text were skipped"
-            said += " (Latin-1: %s)"
-            _log.warning(said, name, self.invalid_bytes, self.not_utf8, readers.TO_UTF8)
+            said = "%s: %d documents that are not UTF-8 were skipped, and %d bytes of others became U+FFFD"
+            said += " (convert Latin-1 by: %s)"
+            _log.warning(said, name, self.not_utf8, self.invalid_bytes, readers.TO_UTF8)
         if said := left_out(self.files):
             _log.warning("%s: %s; to read some, name them in source.path (in archives: source.members)", name, said)
 

@@ -31,8 +31,9 @@ MAX_STOPS = 16
 class CompletionRequest(Settings):
     """The body of a request to /v1/completions.
 
-    Names and ranges are OpenAI's, except `experts`, `weights`, `prior` and `by_expert`, which adds the experts' scores
-    to each token (`by_expert_of`). The fields from `best_of` on accept only the value that has no effect.
+    Names and ranges are OpenAI's, except those of `experts`, `weights`, `prior` and `by_expert`. With `by_expert` the
+    response has the experts' scores of each token (see `by_expert_of`). `best_of` and the fields after it accept only
+    the value that has no effect.
     """
 
     model: Text

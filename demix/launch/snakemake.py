@@ -93,7 +93,7 @@ def _wait(pid: int) -> None:
 
 
 def note_usage() -> None:
-    """In a job of snakemake with the log logs/<job>.log, write the resources it used to benchmarks/<job>.tsv.
+    """If this is a job of snakemake with the log logs/<job>.log, write the job's resources to benchmarks/<job>.tsv.
 
     These are the seconds since the process began (`s`), its CPU seconds including those of its ended child processes
     (`cpu_time`), and the maximum memory of one of these processes in MiB (`max_rss`). Nothing is written if standard

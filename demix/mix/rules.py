@@ -325,9 +325,10 @@ class Cluster(History):
 class ReleasedCluster(Cluster):
     """The rule of the code published with c-BTM: `Cluster` with distances that are squared twice and one token late.
 
-    L[t, j] = -(d²[t-1, j])² / temperature: the measured text lacks the token before t, which is the model's input.
-    After `<|endoftext|>`, the first token of each document, the measured text is empty, so t uses its own row, the row
-    of the empty text. The very first token has no earlier row, and also uses its own row.
+    L[t, j] = -(d²[t-1, j])² / temperature: the distance is that of the text before token t-1, although token t-1 is
+    known when token t is predicted.
+    Every document begins with `<|endoftext|>`. The token after it uses row t, that of the empty text; so does the
+    very first token, which has no earlier row.
     """
 
     scorer: ClassVar[str] = "released"

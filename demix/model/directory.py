@@ -223,7 +223,7 @@ def whole_models(directory: Path) -> bool:
 def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) -> GPT:
     """The model in `directory` with `experts` stacked in that order (by default all experts of the directory).
 
-    The sha256 of every file is checked before the file is used, and the shapes and values of its tensors after. Raises
+    The sha256 of every file is checked before the file is read, and then the shapes and values of its tensors. Raises
     DemixError, which names the file.
     """
     directory = Path(directory)

@@ -263,7 +263,7 @@ def parse_weights(text: str, option: str = "--weights") -> dict[str, float]:
             weights[name] = float(number)
         except ValueError:
             cure = "give each expert once, as in parliament=0.5,novels=0.5"
-            raise DemixError(f"{option} {text}", f"{part.strip()!r} is not a weight", cure) from None
+            raise DemixError(f"{option} {text}", f"{part.strip()!r} is not NAME=NUMBER", cure) from None
     return weights
 
 

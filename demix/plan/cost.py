@@ -94,7 +94,7 @@ class TrainingPlan:
 
 
 def plan_training(run: Run, ranks: int | None, hardware: Hardware) -> list[TrainingPlan]:
-    """The plans of every model, sweep of learning rates and adaptation of a completed run, on `ranks` processes.
+    """The plan of each training (of models, sweeps of learning rates, adaptations) of `run` on `ranks` processes.
 
     Without `ranks`, the config sets the number of processes for each. Like training, raises DemixError for a number of
     ranks that does not fit the domains. An adaptation uses at most as many ranks as a step has sequences.

@@ -221,7 +221,8 @@ def adapting(data: RunData) -> tuple[pd.DataFrame, pd.DataFrame]:
             row[f"{kind}: training domains"] = results.mean(pair[when], data.training)
             row[f"{kind}: own domain"] = results.mean(pair[when], [name])
         likeliest = data.parents[name].likeliest if name in data.parents else ""
-        found[0][name]["DEMix-DAPT: own domain"] = results.expert_perplexities(naive.model, name, [likeliest]).iloc[0]
+        of_parent = results.expert_perplexities(naive.model, [name], [likeliest])
+        found[0][name]["DEMix-DAPT: own domain"] = of_parent.loc[name, likeliest]
     before, after = (pd.DataFrame.from_dict(rows, orient="index", dtype="float64") for rows in found.values())
     return before, after
 

@@ -100,7 +100,7 @@ class Results:
 
     @cached_property
     def evaluations(self) -> pd.DataFrame:
-        """The test results by system and domain, and of single experts also by expert. Grids are left out.
+        """The test results by system and domain. Single experts and grids are left out.
 
         The columns up to domain are the key, which the index has as tuples; top_k is 0 without top-k, and if it was
         chosen on dev. Then come perplexity, low, high (bounds of the 95% interval over documents), spread,
@@ -109,26 +109,25 @@ class Results:
         """
         found = ask(
             """select model, experts, method, weights, variant,
-                if(variant = 'dev_temperature', 0, coalesce(top_k, 0))::int as top_k,
-                if(method = 'expert', expert, '') as expert, domain,
+                if(variant = 'dev_temperature', 0, coalesce(top_k, 0))::int as top_k, domain,
                 avg(perplexity) as perplexity,
                 if(count(*) = 1, min(perplexity_low), null) as low,
                 if(count(*) = 1, min(perplexity_high), null) as high,
                 stddev_samp(perplexity) as spread, avg(bits_per_byte) as bits_per_byte,
                 avg(documents) as documents, avg(pieces) as pieces, avg(tokens) as tokens, count(*)::double as seeds
-            from results where split = 'test' and variant not in ('decay', 'dev_blocks', 'routing')
+            from results
+            where split = 'test' and method <> 'expert' and variant not in ('decay', 'dev_blocks', 'routing')
             group by all order by all""",
             results=self.rows,
         )
-        # Categories share their texts; otherwise a million rows would have six million of them.
-        found = found.astype(dict.fromkeys(found.loc[:, :"domain"], "category"))
         return found.set_axis(_flat(found.loc[:, :"domain"].itertuples(index=False, name=None)))
 
     def of(self, system: ByDomain, domains: Iterable[str]) -> pd.DataFrame:
         """`evaluations` of `system` on each of `domains`; NaN where it was not evaluated."""
         names = list(domains)
         systems = [system if isinstance(system, System) else system(name) for name in names]
-        return self._looked_up(((one, "", name) for one, name in zip(systems, names, strict=True)), names)
+        wanted = [(*one.key, one.variant, one.top_k or 0, name) for one, name in zip(systems, names, strict=True)]
+        return self.evaluations.reindex(_flat(wanted)).set_axis(names)
 
     def perplexities(self, system: ByDomain, domains: Iterable[str]) -> pd.Series:
         """Test perplexity of `system` on each of `domains`."""
@@ -138,15 +137,26 @@ class Results:
         """The mean of `perplexities`."""
         return mean_of(self.perplexities(system, domains))
 
-    def expert_perplexities(self, model: str, domain: str, experts: Iterable[str], label: str = "all") -> pd.Series:
-        """Test perplexity on `domain` of each single expert of `model`; `label` names the expert set's rows."""
-        names, single = list(experts), System("", model, label, "expert")
-        return self._looked_up(((single, name, domain) for name in names), names)["perplexity"]
+    @cached_property
+    def single(self) -> pd.DataFrame:
+        """Test perplexity of single experts (columns) by model, label of the expert set, and domain."""
+        found = ask(
+            """select model, experts, domain, expert, avg(perplexity) as perplexity
+            from results where split = 'test' and method = 'expert' group by all order by all""",
+            results=self.rows,
+        )
+        return found.pivot(index=["model", "experts", "domain"], columns="expert", values="perplexity")
 
-    def _looked_up(self, keys: Iterable[tuple[System, str, str]], labels: Iterable[str]) -> pd.DataFrame:
-        """The evaluations of (system, expert, domain), under `labels`; NaN where there is none."""
-        wanted = [(*one.key, one.variant, one.top_k or 0, expert, domain) for one, expert, domain in keys]
-        return self.evaluations.reindex(_flat(wanted)).set_axis(list(labels))
+    def expert_perplexities(
+        self, model: str, domains: Iterable[str], experts: Iterable[str], label: str = "all"
+    ) -> pd.DataFrame:
+        """Test perplexity of each single expert of `model` (columns) on each of `domains` (rows).
+
+        `label` is that of the expert set's rows. NaN where the expert was not evaluated.
+        """
+        names = list(domains)
+        keys = pd.MultiIndex.from_product([[model], [label], names])
+        return self.single.reindex(index=keys, columns=list(experts)).astype("float64").set_axis(names)
 
 
 def _flat(keys: Iterable[tuple[str | int, ...]]) -> pd.Index:

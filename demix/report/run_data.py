@@ -50,59 +50,54 @@ class Relation:
     permutation_p: float
 
 
-def affinities(results: Results, run: Run) -> pd.DataFrame:
-    """Columns kind, domain, expert, ratio: perplexity of an expert on a domain, divided by the reference perplexity.
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Tables with a row for each domain of a kind and a column for each training expert.
 
-    The reference is the own expert of a training domain and the best expert on a novel domain. The ratio is NaN if the
-    run has no such rows.
+    `ratio` is the perplexity of the expert on the domain, divided by the reference perplexity: that of the own expert
+    of a training domain, and of the best expert on a novel domain. `overlap` is the share of bigrams (0 to 1). NaN
+    where the run has no such rows.
     """
-    training = list(run.training)
-    rows = []
-    for kind, domains in (("training", training), ("novel", run.novel)):
-        for domain in domains:
-            scores = results.expert_perplexities("demix", domain, training)
-            if scores.isna().all():
-                scores = results.expert_perplexities("demix", domain, training, "training")
-            reference = scores[domain] if kind == "training" else scores.min()
-            rows += [(kind, domain, expert, ratio) for expert, ratio in (scores / reference).items()]
-    return pd.DataFrame(rows, columns=["kind", "domain", "expert", "ratio"])
+
+    ratio: pd.DataFrame
+    overlap: pd.DataFrame
 
 
-def relation(pairs: pd.DataFrame, kind: str, *, own: bool = False) -> Relation:
-    """The relation over the domains of a kind; `pairs` has columns kind, domain, expert, ratio, overlap (0 to 1).
+def ratios(results: Results, run: Run, kind: str) -> pd.DataFrame:
+    """`Pairs.ratio` for the domains of a kind."""
+    training, names = list(run.training), list(run.training if kind == "training" else run.novel)
+    every, own = (results.expert_perplexities("demix", names, training, label) for label in ("all", "training"))
+    scores = every.where(every.notna().any(axis=1), own)
+    return scores.div(np.diag(scores) if kind == "training" else scores.min(axis=1), axis=0)
+
+
+def relation(pairs: Pairs, kind: str, *, own: bool = False) -> Relation:
+    """The relation over the domains of a kind.
 
     Pairs of a training domain with its own expert are left out, or included with `own` (section 5.2 of the paper).
     """
     from scipy import stats
 
-    rows, square = pairs[pairs["kind"] == kind], kind == "training"
-    names, experts = ([*rows[name].unique()] for name in ("domain", "expert"))
-    ratio, shared = (
-        rows.pivot(index="domain", columns="expert", values=name).reindex(index=names, columns=experts).to_numpy()
-        for name in ("ratio", "overlap")
-    )
+    ratio, shared, square = pairs.ratio.to_numpy(), pairs.overlap.to_numpy(), kind == "training"
     used = ~np.eye(len(ratio), dtype=bool) if square and not own else np.ones(ratio.shape, bool)
     domains, count = len(ratio), int(used.sum())
     known = np.isfinite(ratio[used]) & np.isfinite(shared[used])
     if count < 3 or not known.all() or np.ptp(ratio[used]) == 0 or np.ptp(shared[used]) == 0:
         return Relation(kind, domains, int(known.sum()), *[float("nan")] * 3)
     found = (rank(shared[used], np.log(ratio[used])).statistic for rank in (stats.spearmanr, stats.pearsonr))
-    # A permutation of whole domains reorders the ranks without changing them: they are computed once.
-    ranks, others = np.zeros(ratio.shape), stats.rankdata(shared[used])
-    ranks[used] = stats.rankdata(ratio[used])
+    # A permutation of whole domains reorders the ranks without changing them: only the sum of products depends on it.
+    ranks, others = np.zeros(ratio.shape), np.zeros(ratio.shape)
+    ranks[used], others[used] = (stats.rankdata(values) for values in (ratio[used], shared[used]))
+    others[used] -= others[used].mean()
 
     def permuted(order: np.ndarray) -> float:
         order = order.astype(int)
-        moved = ranks[np.ix_(order, order)] if square else ranks[order]
-        return float(np.corrcoef(others, moved[used])[0, 1])
+        return float(np.vdot(others, ranks[np.ix_(order, order)] if square else ranks[order]))
 
     permutation_p = float("nan")
     if domains > 1:
-        orders = (np.arange(domains),)
-        test = stats.permutation_test(
-            orders, permuted, permutation_type="pairings", vectorized=False, n_resamples=PERMUTATIONS, rng=0
-        )
-        permutation_p = test.pvalue
+        how = {"permutation_type": "pairings", "n_resamples": PERMUTATIONS, "batch": 100, "rng": 0}
+        permutation_p = stats.permutation_test((np.arange(domains),), permuted, vectorized=False, **how).pvalue
     return Relation(kind, domains, count, *map(float, (*found, permutation_p)))
 
 
@@ -151,10 +146,11 @@ class Clusters:
         return table.div(table.sum(axis=1), axis=0)
 
 
-# Without the report itself and what follows, so that a report made again has the same bytes.
+# Without the report itself and what follows, and rounded, since last digits depend on the order in which files are
+# read: a report made again has the same bytes.
 COST = """
-select rule, count(*)::double as "Jobs", sum(seconds) / 60 as "Minutes", sum(cpu_seconds) / 60 as "CPU minutes",
-    max(max_rss_mib) as "Largest job, MiB"
+select rule, count(*)::double as "Jobs", sum(seconds) / 60 as "Minutes",
+    round(sum(cpu_seconds) / 60, 6) as "CPU minutes", max(max_rss_mib) as "Largest job, MiB"
 from benchmarks where rule not in ('report', 'track') group by rule order by "CPU minutes" desc, rule
 """
 
@@ -223,10 +219,16 @@ class RunData:
         return bounds_of(self.rows("differences"))
 
     @cached_property
-    def pairs(self) -> pd.DataFrame:
-        """Each training expert on each domain: perplexity ratio and overlap of bigrams (`demix.report.run_data`)."""
-        overlap = self.rows("overlap")[["domain", "expert", "overlap"]]
-        return affinities(self.own, self.run).merge(overlap, on=["domain", "expert"], how="left", validate="1:1")
+    def pairs(self) -> dict[str, Pairs]:
+        """Each training expert on each domain, by kind of domains."""
+        rows = self.rows("overlap")[["domain", "expert", "overlap"]]
+        overlap = rows.pivot(index="domain", columns="expert", values="overlap").astype("float64")
+        return {
+            one.kind: Pairs(
+                ratios(self.own, self.run, one.kind), overlap.reindex(index=one.names, columns=self.training)
+            )
+            for one in self.kinds
+        }
 
     @cached_property
     def parents(self) -> dict[str, Parent]:

@@ -79,18 +79,17 @@ class Claim:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of all parts if they agree. A weak part makes a claim weak if all other parts are shown.
+        """The verdict of the parts if they agree; weak if some are weak and the others shown or not shown; else mixed.
 
         A verdict shown or not shown becomes weak if it is not significant after the correction.
         """
         verdicts: set[Verdict] = {part.verdict for part in self.parts}
         if "cannot be judged" in verdicts:
             return "cannot be judged"
-        if "weak" in verdicts and verdicts <= {"weak", "shown"}:
-            return "weak"
         decided = verdicts - {"weak"}
-        said = decided.pop() if len(decided) == 1 else "mixed"
-        return "weak" if said in ("shown", "not shown") and self.adjusted > LEVEL else said
+        if len(decided) > 1 or decided == {"mixed"}:
+            return "mixed"
+        return "weak" if "weak" in verdicts or self.adjusted > LEVEL else decided.pop()
 
     @property
     def p(self) -> float:

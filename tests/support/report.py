@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pandas as pd
 from markdown_it import MarkdownIt
 
 from demix.report.claims import claims, rows
 from demix.report.item import FigureItem, Item, TableItem
 from demix.report.items import ITEMS
-from demix.report.run_data import RunData
+from demix.report.run_data import Pairs, RunData
 from demix.report.table import Table
 from demix.report.verdict import Verdict
 
@@ -163,6 +164,12 @@ def pairs_of(names: list[str], **columns: Any) -> pd.DataFrame:
     """A line for each of these training domains with each expert, in order, with more columns of numbers."""
     pairs = pd.MultiIndex.from_product([names, names], names=["domain", "expert"]).to_frame(index=False)
     return pairs.assign(kind="training", **columns)
+
+
+def square_pairs(names: list[str], ratio: np.ndarray, overlap: np.ndarray) -> Pairs:
+    """`Pairs` of these training domains from numbers in the order of `pairs_of`."""
+    square = (len(names), len(names))
+    return Pairs(*(pd.DataFrame(one.reshape(square), index=names, columns=names) for one in (ratio, overlap)))
 
 
 def drawn(name: str, data: RunData) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from demix.report.verdict import Claim, compare, corrected
 from demix.run.run import Run
 from support.configs import changed
 from support.frozen import rows_of, run_data
-from support.report import all_items, pairs_of, verdict, verdicts
+from support.report import all_items, square_pairs, verdict, verdicts
 
 
 def of(model: str, method: str, weights: str = "", experts: str = "training") -> str:
@@ -224,8 +224,8 @@ def test_affinity_is_judged_by_orders_of_domains(slope: float, domains: int, exp
     """Three domains have six orders: too few for a p value below 0.05."""
     overlap = np.random.default_rng(0).uniform(0, 1, domains**2)
     names = [f"d{number}" for number in range(domains)]
-    pairs = pairs_of(names, overlap=overlap, ratio=np.exp(slope * overlap))
-    assert judged("overlap_correlates", frozen, own_of(frozen), pairs=pairs) == expected
+    pairs = square_pairs(names, np.exp(slope * overlap), overlap)
+    assert judged("overlap_correlates", frozen, own_of(frozen), pairs={"training": pairs}) == expected
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.1, "shown"), (0.9, "not shown")])
@@ -233,9 +233,8 @@ def test_experts_of_clusters_are_judged_on_their_clusters(factor: float, expecte
     clusters = run_data(frozen).clusters
     others = clusters.losses["cluster"].map("c{:02}".format) != clusters.losses["expert"]
     losses = clusters.losses.assign(nats=4.0 + others * np.log(factor))
-    assert (
-        judged("own_cluster_expert_best", frozen, own_of(frozen), clusters=replace(clusters, losses=losses)) == expected
-    )
+    verdict = judged("own_cluster_expert_best", frozen, own_of(frozen), clusters=replace(clusters, losses=losses))
+    assert verdict == expected
 
 
 def test_claims_are_significant_after_holms_correction_in_each_family() -> None:
@@ -254,8 +253,9 @@ def test_claims_are_significant_after_holms_correction_in_each_family() -> None:
     assert [one.verdict for one in found] == ["shown", "weak", "weak", "shown", "shown", "shown"]
     assert found[0].said == "shown compared with rival of 0.01"
     lost = replace(part, mean_agrees=False, agreeing=0, rival="the winner")
-    mixed = replace(found[0], parts=(*found[0].parts, lost))
-    assert [mixed.said, replace(found[0], parts=(lost,)).said] == [f"mixed: {found[0].said}", "not shown"]
+    weak, won = replace(part, significant=False), found[0].parts
+    said = [replace(found[0], parts=parts).said for parts in ((*won, lost), (lost,), (*won, weak), (lost, weak))]
+    assert said == [f"mixed: {found[0].said}", "not shown", "weak", "weak"]
 
 
 def test_the_page_counts_certain_domains(frozen: Run, tmp_path: Path) -> None:

@@ -181,12 +181,11 @@ def test_init_refuses_texts_that_are_no_domains(words: list[str], subject: str, 
         (", learning_rate: 1.0e-3", "", "mine.yaml, line 10, config key training.learning_rate"),
         ("1.0e-3", "1e", "mine.yaml, line 10, config key training.learning_rate"),
         ("1.0e-3", "1.0e-3, ranks: 3", "mine.yaml, line 10, config key training.ranks"),
+        ("run: mine", "run: mine\nevaluation: {weights: [a]}", "mine.yaml, line 2, config key evaluation.weights.0"),
         ("run: mine", "base: below.yaml", "below.yaml, line 12"),
     ],
 )
-def test_config_names_the_line(
-    old: str, new: str, subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_names_line(old: str, new: str, subject: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("below.yaml").write_text(TWO + "seed: 1\nseed: 2\n")
     Path("mine.yaml").write_text(TWO.replace(old, new, 1))

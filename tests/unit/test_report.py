@@ -22,7 +22,7 @@ from support.cli import demix, succeeds
 from support.configs import domains, small_run
 from support.errors import refused
 from support.frozen import rows_of, run_data
-from support.report import all_items, drawn, drawn_as, pairs_of, read_page, read_table, shown
+from support.report import all_items, drawn, drawn_as, pairs_of, read_page, read_table, shown, square_pairs
 
 REPOSITORY = Path(__file__).parents[2]
 FIGURES = [name for name, item in all_items().items() if isinstance(item, FigureItem)]
@@ -260,8 +260,8 @@ def test_a_figure_shows_the_first_64_domains_and_experts(frozen: Run) -> None:
     names = [f"d{number:02}" for number in range(66)]
     numbers = np.random.default_rng(0).uniform(1, 2, (3, 66 * 66))
     about = {"model": "demix", "experts": "training", "weights": "history", "seed": 1, "split": "dev", "block": 0}
-    pairs = pairs_of(names, ratio=numbers[0], overlap=numbers[1], prior=numbers[2], posterior=0.5, **about)
-    frames = {"pairs": pairs, "priors": pairs, "posteriors": pairs}
+    rows = pairs_of(names, prior=numbers[2], posterior=0.5, **about)
+    frames = {"pairs": {"training": square_pairs(names, *numbers[:2])}, "priors": rows, "posteriors": rows}
     made = RunData(small_run(domains=domains(names)), frames)
     for name, columns in (
         ("figure2", ("domain", "expert")),

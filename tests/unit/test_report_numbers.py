@@ -29,7 +29,7 @@ from demix.report.run_data import RunData, relation
 from demix.run.run import Run
 from support.configs import changed, small_run
 from support.frozen import rows_of, run_data, with_models
-from support.report import Shown, all_items, drawn, drawn_as, first_page, pairs_of, printed, says, shown, table_of
+from support.report import Shown, all_items, drawn, drawn_as, first_page, printed, says, shown, square_pairs, table_of
 
 # How tables name a system, by its method and rule of weights; {} is the label of the model.
 NAMES = {
@@ -505,7 +505,7 @@ def test_p_is_that_of_all_orders_of_the_domains() -> None:
     """Whole domains are permuted, since pairs are not independent; the own experts are left out."""
     names, others = [f"d{number}" for number in range(5)], ~np.eye(5, dtype=bool)
     ratio, shared = np.random.default_rng(0).uniform(1, 4, (2, 5, 5))
-    pairs = pairs_of(names, ratio=ratio.ravel(), overlap=shared.ravel())
+    pairs = square_pairs(names, ratio, shared)
     found, with_own = relation(pairs, "training"), relation(pairs, "training", own=True)
     moved = (ratio[np.ix_(order, order)] for order in map(list, itertools.permutations(range(5))))
     every = np.array([stats.spearmanr(one[others], shared[others]).statistic for one in moved])

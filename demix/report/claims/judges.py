@@ -10,7 +10,7 @@ import pandas as pd
 
 from demix.files.database import ask
 from demix.report.cells import adapting
-from demix.report.run_data import RunData, affinities, relation
+from demix.report.run_data import RunData, ratios, relation
 from demix.report.systems import (
     DOMAIN_TOKEN,
     NAIVE,
@@ -122,28 +122,25 @@ WORDS: dict[str, Callable[[RunData], str]] = {
 
 def own_expert_best(data: RunData) -> Iterator[Part]:
     """Whether each domain's own expert is the best on it."""
-    ratios = affinities(data.results, data.run)
-    ratios = ratios[(ratios["kind"] == "training") & (ratios["domain"] != ratios["expert"])].dropna()
-    yield _best(ratios.groupby("domain")["ratio"].min(), "")
+    yield _best(ratios(data.results, data.run, "training"), "")
 
 
 def own_cluster_best(data: RunData) -> Iterator[Part]:
     """Whether each cluster's own expert is the best on the cluster's test documents, one part per model."""
     for system, _ in paired("select id, id from several", data):
         model = families(data.run)[system.model].model
-        ratios = data.clusters.over_own(model, data.seed)
-        others = ratios.mask(np.eye(len(ratios), dtype=bool)).min(axis=1).dropna()
-        yield _best(others, f"{model.label}: ")
+        yield _best(data.clusters.over_own(model, data.seed), f"{model.label}: ")
 
 
-def _best(ratios: pd.Series, of: str) -> Part:
-    """Whether own experts are best, by the ratio of the best other expert's perplexity to the own expert's."""
+def _best(ratios: pd.DataFrame, of: str) -> Part:
+    """Whether own experts, on the diagonal of `ratios`, are best: the lowest other ratio of each row is above 1."""
+    others = ratios.mask(np.eye(len(ratios), dtype=bool)).min(axis=1).dropna()
     label = f"{of}Perplexity of the best other expert, divided by the own expert's"
-    return compare(label, ratios, "equal experts", pd.Series(1.0, ratios.index), higher=True)
+    return compare(label, others, "equal experts", pd.Series(1.0, others.index), higher=True)
 
 
 def overlap_correlates(data: RunData) -> Iterator[Part]:
-    found = relation(data.pairs, "training", own=True)
+    found = relation(data.pairs["training"], "training", own=True)
     r, known = -found.pearson, np.isfinite(found.pearson)
     sentence = (
         f"Pearson r = {r:.2f} between shared bigrams and minus the log perplexity ratio, over {found.pairs} pairs of "

@@ -34,14 +34,14 @@ def families(data: RunData) -> Table:
     """Mean test perplexity of each model (rows; lower is better) over the training domains and over the novel domains.
     The columns “%” and “lower” compare the model with the baseline that the column Against names: the change in
     percent, and the number of domains where perplexity is lower. The baseline is Dense (Balanced) (no experts, equal
-    tokens of each domain), a model with the same number of balanced clusters, or the same model without its special
-    architecture options.
+    tokens of each domain); for other kinds of clusters, the model with as many balanced clusters; for special
+    architecture options, the same model without them.
 
-    Each model mixes its experts by the rule of its paper. “cached prior”: the weights at the start of a block (context
-    window) were estimated on the domain's dev split; the weight at a later token is the expert's posterior probability
-    after the earlier tokens of the block. “cluster”: the weights depend on the distance of the text so far to each
-    expert's cluster. Experts of clusters use this rule if the config's key evaluation.weights lists it, and otherwise
-    the cached prior.
+    Each model mixes its experts by the rule of its paper, if the run evaluates it. “cached prior”: the weights at the
+    start of a block (context window) were estimated on the domain's dev split; the weight at a later token is the
+    expert's posterior probability after the earlier tokens of the block. “cluster”: the weights depend on the distance
+    of the text so far to each expert's cluster. Experts of clusters use this rule if the config's key
+    evaluation.weights lists it, and otherwise the cached prior.
 
     Tokens: the training tokens of all experts together, including those of a dense warm start. In a dense warm start,
     one dense model is trained first, and every expert starts from its parameters.

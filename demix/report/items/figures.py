@@ -28,7 +28,7 @@ from demix.report.charts import (
     training_curves,
 )
 from demix.report.read import MAX_SHOWN, read_metrics
-from demix.report.run_data import Relation, RunData, relation
+from demix.report.run_data import Pairs, RunData, relation
 from demix.report.systems import before_dense_dapt
 from demix.run.models import adapted
 from demix.run.run import Run
@@ -80,51 +80,51 @@ def training(data: RunData) -> tuple[Any, str]:
 def figure2(data: RunData) -> tuple[Any, str]:
     """Top: the test perplexity of each expert (column) on each domain (row), divided by that of the domain's own expert
     (training domains) or of the domain's best expert (novel domains). Lower is better; colours follow the logarithm.
-    Middle: the share of the bigrams of a domain's test split that occur in the expert's training text. Bottom: the
-    perplexity ratio by the share of bigrams, one point for each pair of a domain and an expert; own experts of training
-    domains are left out.
+    Middle: the share of the bigrams of a domain's test split that occur in the expert's training text. Only the first
+    tokens of both are read. Bottom: the perplexity ratio by the share of bigrams, one point for each pair of a domain
+    and an expert; own experts of training domains are left out.
     """
-    pairs, experts = data.pairs, data.training[:MAX_SHOWN]
-    # Of domains and experts there may be many more than an eye could tell apart.
-    shown = [name for domains in data.kinds for name in domains.names[:MAX_SHOWN]]
-    drawn = pairs[pairs["domain"].isin(shown) & pairs["expert"].isin(experts)]
-
-    def map_of(column: str, heading: str, scale: alt.Scale, legend: alt.Legend, **more: str) -> alt.HConcatChart:
-        """A heat map of a column of `pairs` for each kind of domains."""
-        tables = {one.kind: _wide(pairs, column, one.names, data.training) for one in data.kinds}
-        return heat_maps(tables, scale, legend=legend, heading=f"{heading}, {{}} domains", **more)
-
-    top = max([1.1, *pairs["ratio"].dropna()])
+    ratio = {kind: pairs.ratio for kind, pairs in data.pairs.items()}
+    overlap = {kind: pairs.overlap for kind, pairs in data.pairs.items()}
+    top = _largest(1.1, ratio)
     ticks = [float(f"{x:.6g}") for x in np.geomspace(1, top, 5)]
     panels: list[Any] = [
-        map_of(
-            "ratio",
-            "Perplexity ratio",
+        heat_maps(
+            ratio,
             alt.Scale(type="log", domain=[1, top], range=CELL_RANGE, interpolate="lab", clamp=True),
-            alt.Legend(title=["perplexity ratio", "(log scale)"], titlePadding=8, values=ticks, format=".2f"),
+            legend=alt.Legend(title=["perplexity ratio", "(log scale)"], titlePadding=8, values=ticks, format=".2f"),
+            heading="Perplexity ratio, {} domains",
         )
     ]
-    if pairs["overlap"].notna().any():
-        most = max([0.1, *pairs["overlap"].dropna()])
+    if any(table.notna().any(axis=None) for table in overlap.values()):
         legend = alt.Legend(title="bigrams shared", titlePadding=8, format=".0%", tickCount=5)
-        panels.append(map_of("overlap", "Bigram overlap", share_scale(SHARE_RANGE, most), legend, form=".0%"))
-        panels.append(alt.hconcat(*(_scatter(drawn, relation(pairs, one.kind)) for one in data.kinds), spacing=60))
+        scale = share_scale(SHARE_RANGE, _largest(0.1, overlap))
+        panels.append(heat_maps(overlap, scale, legend=legend, heading="Bigram overlap, {} domains", form=".0%"))
+        panels.append(alt.hconcat(*(_scatter(pairs, kind) for kind, pairs in data.pairs.items()), spacing=60))
     chart = alt.vconcat(*panels, spacing=28).resolve_scale(color="independent")
-    return chart, "" if pairs["ratio"].notna().any() else NOTHING
+    return chart, "" if any(table.notna().any(axis=None) for table in ratio.values()) else NOTHING
 
 
-def _scatter(pairs: pd.DataFrame, relation: Relation) -> alt.Chart:
+def _largest(least: float, tables: dict[str, pd.DataFrame]) -> float:
+    """The largest number of the tables, at least `least`."""
+    return max(least, *(float(table.max(axis=None)) for table in tables.values()))
+
+
+def _scatter(pairs: Pairs, kind: str) -> alt.Chart:
     """Perplexity ratio against bigram overlap, one point per pair; the title states the correlation."""
-    points = pairs[pairs["kind"] == relation.kind].dropna()
-    if relation.kind == "training":
+    # Of domains and experts there may be many more than an eye could tell apart.
+    shown = {name: table.iloc[:MAX_SHOWN, :MAX_SHOWN].stack() for name, table in vars(pairs).items()}
+    points = pd.DataFrame(shown).dropna().rename_axis(["domain", "expert"]).reset_index()
+    if kind == "training":
         points = points[points["domain"] != points["expert"]]
-    heading = f"{relation.kind} domains" + (", without own experts" if relation.kind == "training" else "")
-    if np.isfinite(relation.spearman):
-        correlation = f"{relation.spearman:+.2f}".replace("-", "−")
-        pairs_of_domains = f"{so_many(relation.pairs, 'pair')} of {so_many(relation.domains, 'domain')}"
+    found = relation(pairs, kind)
+    heading = f"{kind} domains" + (", without own experts" if kind == "training" else "")
+    if np.isfinite(found.spearman):
+        correlation = f"{found.spearman:+.2f}".replace("-", "−")
+        pairs_of_domains = f"{so_many(found.pairs, 'pair')} of {so_many(found.domains, 'domain')}"
         heading += f": Spearman {correlation} over {pairs_of_domains}"
-    if np.isfinite(relation.permutation_p):
-        heading += f" (p = {relation.permutation_p:.2g} by permuting domains)"
+    if np.isfinite(found.permutation_p):
+        heading += f" (p = {found.permutation_p:.2g} by permuting domains)"
     percents = alt.Axis(format=".0%", tickCount=6)
     chart: alt.Chart = (
         alt.Chart(data_of(points[["domain", "expert", "overlap", "ratio"]]))

@@ -83,7 +83,7 @@ select place, 0 as number, label || if(method = 'naive', ' (oracle)', '') as sys
     perplexity as value, '{:.2f}' as form, format('{:.3f}', bits_per_byte) as beneath,
     if(method = 'naive', null, -round(perplexity, 2)) as rank, format('{:,} tokens', tokens::int) as size
 from evaluations join sources using (domain) join systems using (model, experts, method, weights, variant)
-where evaluations.top_k = 0 and expert = '' order by place, source_place
+where evaluations.top_k = 0 order by place, source_place
 """
 
 
@@ -96,15 +96,16 @@ def ablations(data: RunData) -> Table:
     “static”: the prior gives the weights at every token. “last n”: only these tokens of the block change the weights.
     “in hindsight”: the best expert of each block (a lower bound for the paper's rule) or token (a lower bound for every
     mixture), chosen on test text. “released weights”: the weights follow from our prior and the previous token only; at
-    a block's first token all experts have equal weights. “released scorer”: the same weights, and the prior of the
-    authors' code, a running mean over batches of blocks that keeps 0.7 of its old value at each step. For experts of
-    clusters, their code squares distances twice. “top-k”: at each token only the k experts with the largest weights are
-    mixed; in a token-routed model each token chooses k experts in each layer. “τ”: the temperature of clusters, varied
-    as in Table 9 of the c-BTM paper.
+    a block's first token all experts have equal weights. “released scorer”: the same rule with the prior of the
+    authors' code, a running mean over batches of blocks that keeps 0.7 of its old value at each step. For
+    experts of clusters, “released scorer” is the rule of c-BTM's code, which squares distances twice and reads them one
+    token late. “top-k”: at
+    each token only the k experts with the largest weights are mixed; in a token-routed model each token chooses k
+    experts in each layer. “τ”: the temperature of clusters, varied as in Table 9 of the c-BTM paper.
 
-    Rules of DEMix are compared with the paper's rule (Eq. 5 and 6) under the same prior, fitted priors with the cached
-    prior, hindsight with the uniform prior. All numbers are of the run's own random seed. Choosing the lowest row would
-    be a choice on test data.
+    Each rule for DEMix is compared with the paper's rule (Eq. 5 and 6) under the same prior. But a fitted prior is
+    compared with the cached prior, and hindsight with the uniform prior. All numbers are of the run's own random seed.
+    Choosing the lowest row would be a choice on test data.
     """
     systems = [
         (place, family.model.label if family.system.method != "merged" else label, *family.system.key)
@@ -146,18 +147,18 @@ def tasks(data: RunData) -> Table:
     Below it is the 95% interval: exact for one random seed, otherwise by a bootstrap over seeds and examples. “As
     chance” marks an interval that contains the accuracy of chance; differences among such numbers mean nothing. Two
     methods are oracles, since they read test labels: “updating” weights the experts by their accuracy on the earlier
-    test examples, and the best expert is chosen by its accuracy on the test. “fixed, 8 + 8” weights the experts by
-    their accuracy on 8 other examples after the demonstrations, “fixed, 8” by their accuracy on the demonstrations (8
-    in the paper). “released” follows the paper's code: it mixes each expert's softmax over whole labels, with the same
-    weights.
+    test examples, and the best expert is chosen by its accuracy on the test. “fixed, 8” weights the experts by
+    their accuracy on the demonstrations (8 in the paper), “fixed, 8 + 8” by their accuracy on 8 further examples. A
+    row with “released” has the weights of the row without this word. It mixes the experts' probabilities of whole
+    labels, as the paper's code does; the other rows mix their probabilities of tokens.
 
     Harness: a column is a task or group of tasks with a metric, for the run's own random seed. Below a value is ± its
     standard error. tasks.parquet has the digest of each task's documents.
 
     Suites are texts that only measure perplexity. Below a perplexity are bits per byte, which can be compared across
-    tokenizers. No model was trained on these texts or adapted to them, and nothing was chosen on them. Texts that a
-    training domain contains are left out. The mixing rules here use no dev text and no clusters. An oracle is the
-    expert or domain token that is best on the test text itself.
+    tokenizers. No model was trained on these texts or adapted to them. Texts that a training domain contains are left
+    out. The mixing rules here use no dev text of a suite and no clusters. An oracle is the expert or domain token that
+    is best on the test text itself; nothing else was chosen on these texts.
 
     Bold: the best of a column among the rows that read no test label and choose nothing on test text. A task has a bold
     number only if it is above chance; a harness metric, only if the harness says whether higher is better.

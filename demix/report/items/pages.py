@@ -33,15 +33,15 @@ def claims(data: RunData) -> Mapping[str, str]:
     A comparison is weak if its difference of means, whatever its sign, is not significant: it is within 0.01%, its 95%
     interval contains 0, or random seeds disagree. Otherwise the comparison is shown if both the mean over domains and
     more than half of the domains agree with the claim, mixed if only one of them agrees, and not shown if neither does.
-    A claim with one comparison has the verdict of this comparison. Of several comparisons, weak ones are set aside. If
-    all others are shown, the claim is weak if a comparison was set aside, and shown otherwise. If all others are not
-    shown, the claim is not shown; in all other cases it is mixed. A claim cannot be judged if numbers are missing. Each
-    comparison has the relative change, its 95% interval, and the number of domains that agree; in parentheses: on how
-    many domains the whole interval agrees. An interval compares two models on the same test documents; it does not
-    cover another training. If a domain has fewer than 20 test documents, its interval is from stretches of text within
-    them, and is narrower than an interval over documents. All numbers are of the run's own random seed. The p value of
+    A claim with one comparison has the verdict of this comparison. A claim with several has their verdict if they
+    agree. If some are weak, and the others are all shown or all not shown, the claim is weak; in all other cases it is
+    mixed. A claim cannot be judged if numbers are missing. Each comparison has the relative change, its 95% interval,
+    and the number of domains that agree; in parentheses: on how many domains the whole interval agrees. An interval
+    compares two models on the same test documents; it does not cover another training. If a domain has fewer than 20
+    test documents, its interval is from stretches of text within them, and is narrower than an interval over documents.
+    All printed numbers are of the run's own random seed; other seeds decide only whether seeds disagree. The p value of
     a comparison is two-sided and assumes a normal distribution with the comparison's interval. So a small p next to
-    “not shown” means a significant difference against the claim. The p value of a claim is the largest of its
+    “not shown” means a significant difference against the claim. The p value of a claim is the largest p value of its
     comparisons. A claim that would be shown or not shown is weak if its p value is above 0.05 after Holm's correction,
     which is made separately over the claims of the papers and over ours.
     """

@@ -39,7 +39,7 @@ def table1(data: RunData) -> Table:
     Training domains come first.
 
     A document that the config's key piece_words cuts into chunks counts once for each chunk here. Other tables count
-    only the documents whose perplexity was measured. Model cards also count all documents before they are cut.
+    only the documents whose perplexity was measured. Model cards give a third count: all documents before the cut.
     """
     rows: dict[str, dict[str, float]] = {}
     for name in data.run.domains:
@@ -88,11 +88,13 @@ def table3(data: RunData) -> Table:
     window), with a fixed prior from dev text. “tempered”: the weights depend on all earlier text, where older tokens
     count less; the domain is not known. “switching”: the posterior if the expert may change at each token (fixed
     share), with a prior fitted on dev text. “cluster”: the weights depend on the distance of the text so far to each
-    expert's cluster. “released scorer”: in the authors' code only the prior and the previous token set the weights.
+    expert's cluster. “released scorer”: as in the authors' code, only their prior and the previous token set the
+    weights.
 
-    Compare the paper's mixtures with the rows “released scorer”, because Eq. 5 and 6 (our cached prior) cannot give its
-    numbers. With 8 experts and 1,024 tokens per block, a uniform prior would have at most 8^(1/1024) = 1.002 times the
-    perplexity of another prior. In the paper's Table 5 this factor is 24.5 / 21.4 = 1.145.
+    Compare the paper's mixtures with the rows “released scorer”, because Eq. 5 and 6 (our cached prior) cannot give the
+    paper's numbers. Under these equations, with 8 experts and 1,024 tokens per block, the mixture with a uniform prior
+    has at most 8^(1/1024) = 1.002 times the perplexity of one with another prior. In the paper's Table 5 this factor is
+    24.5 / 21.4 = 1.145.
     """
     lines = {system.label: (system, BALANCED) for system in in_domain(data.run)}
     return compared(data, lines, data.kinds[:1]).renamed(
@@ -154,8 +156,8 @@ def table6(data: RunData) -> Table:
 
     Both mixtures have a cached prior: the weights at the start of a block (context window) were estimated on the
     domain's dev split. The weight at a later token is the expert's posterior probability after the earlier tokens of
-    the block. “released weights”: only the prior and the previous token set the weights, as in the authors' code.
-    Compare the paper's numbers with these; Table 3 says why.
+    the block. “released weights”: only the prior and the previous token set the weights. Compare the paper's numbers
+    with these means: they are nearest to “released scorer” (Table 3), which also has the prior of the authors' code.
 
     Pieces are the scored chunks of the documents.
     """
@@ -163,7 +165,7 @@ def table6(data: RunData) -> Table:
     systems: dict[str, ByDomain] = {few: before_adding(data.run)[1], many: added(data.run)[1]}
     table = by_domain(data.own, systems, {f"Mean of {domains.counted}": domains.names for domains in data.kinds})
     table.frame.insert(2, "Change, %", percent(table.frame[few], table.frame[many]))
-    table = table.noted(f"The model is {data.run.receiver.label}.")
+    table = table.noted(f"Both columns are mixtures of {data.run.receiver.label}.")
     return replace(table, formats={"Change, %": "{:+.2f}"}, best=lowest(table.frame[[few, many]], axis=1))
 
 
@@ -172,10 +174,10 @@ def table7(data: RunData) -> Table:
     the domain's own expert (−Expert). A higher perplexity of −Expert means that the model loses what only this expert
     had learned of the domain. All other parameters stay.
 
-    All columns have a cached prior: the weights at the start of a block (context window) were estimated on the domain's
+    Mixtures have a cached prior: the weights at the start of a block (context window) were estimated on the domain's
     dev split. The weight at a later token is the expert's posterior probability after the earlier tokens of the block.
-    “released weights”: only the prior and the previous token set the weights, as in the authors' code. Compare the
-    paper's numbers with these; Table 3 says why.
+    “released weights”: only the prior and the previous token set the weights. Compare the paper's numbers with these
+    means: they are nearest to “released scorer” (Table 3), which also has the prior of the authors' code.
 
     Pieces are the scored chunks of the documents.
     """
@@ -193,10 +195,10 @@ def table7(data: RunData) -> Table:
         table.frame.loc[label] = complete.mean().reindex(table.frame.columns)
     never = f"−Domain: a model trained equally long, with {run.config.removal.replacement} in place of the domain. "
     never += f"{len(complete)} of the {len(domains)} domains have such a model."
-    notes = [f"The model is {run.whole.label}.", *[never] * ("−Domain" in systems), *seed_note(run)]
+    notes = [f"+Expert and −Expert: {run.whole.label}.", *[never] * ("−Domain" in systems), *seed_note(run)]
     if merged:
         notes.append(
-            "Merged models exist only for the run's own random seed. An expert is removed with its row of each router."
+            "Merged models are single models (of the run's own seed). An expert is removed with its router rows."
         )
     return replace(table, notes=(*notes, *table.notes), summaries=table.summaries | {label})
 
@@ -227,8 +229,8 @@ def table13(data: RunData) -> Table:
         frame,
         notes=(
             f"Dense-DAPT (domain-adaptive pretraining) trains {before_dense_dapt(run).label} further and is compared "
-            "with it. Dense and Dense-DAPT: both models, mixed by “tempered” with default parameters (by all "
-            "earlier text, where older tokens count less).",
+            "with it. “Dense and Dense-DAPT” mixes these two models by “tempered” with default parameters (weights "
+            "from all earlier text, where older tokens count less) and is compared with the model before adaptation.",
             f"DEMix-DAPT trains one new expert of {run.receiver.label}. The expert {began} Each training domain is "
             "predicted by its own expert, which adaptation does not change.",
             f"One expert added: the mixture of {so_many(trained, 'training expert')} and the new one, compared with "
