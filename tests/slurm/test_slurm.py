@@ -33,6 +33,8 @@ pytestmark = pytest.mark.slurm
 RUN = Path("results", "tiny")
 
 
+# Some forty jobs, each a new process on two busy cores: slow machines need more than the usual 15 minutes.
+@pytest.mark.timeout(3600)
 def test_the_workflow_gives_the_numbers_of_one_machine(slurm: None, prepared: Path, tmp_path: Path) -> None:
     models = {"seeded": {"kind": "demix", "parent": "dense", "seed_tokens": 6000}}
     models |= {"dense_unbalanced": None, "domain_token": None}
