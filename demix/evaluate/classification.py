@@ -77,12 +77,12 @@ def schema_of(experts: int) -> pa.Schema:
 def read_scored(path: Path, examples: Path, asked: Sequence[Prompt]) -> tuple[tuple[str, ...], list[Scored]]:
     """The experts of a table of scores, and its scores of the prompts `asked`.
 
-    Raises DemixError if the table is of other examples than the file `examples`, or of other prompts.
+    Raises DemixError if the table has scores for other examples than those in the file `examples`, or other prompts.
     """
     table = read_parquet(path)
     about = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     if about.get("examples_sha256") != sha256_file(examples):
-        raise DemixError(path, f"is of other examples than {examples}", "score the task again")
+        raise DemixError(path, f"has scores for other examples than those in {examples}", "score the task again")
     experts = tuple(about["experts"].split(","))
     scores = table.column("log_probability").combine_chunks().flatten().to_numpy()
     scores = scores.reshape(-1, len(experts)).astype(np.float64)

@@ -79,7 +79,8 @@ class SideTable:
 
 
 def column_path(directory: Path, column: str) -> Path:
-    """The file of a column of scores/<model>/<domain>.<split>/; model/column is a column of another model."""
+    """The file of a score table's column. `directory` is scores/<model>/<domain>.<split>/; the column `x/y` is the
+    column `y` of the model `x`."""
     model, _, name = column.rpartition("/")
     return (directory.parents[1] / model / directory.name if model else directory) / f"{name}.parquet"
 

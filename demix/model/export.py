@@ -80,8 +80,8 @@ def export_hf(
     """Write one expert of a model, with the tokenizer, as a Hugging Face directory with parameters of type `dtype`.
 
     README.md holds `card` (`demix.report.card.exported_card`). The class of transformers for this format yields the
-    same log-probabilities, in fp32. Raises DemixError as `format_of` does, for another tokenizer than the model's, and
-    if `output` is not empty.
+    same log-probabilities, in fp32. Raises DemixError if transformers has no class for the model (`format_of`), if the
+    tokenizer is not the model's, or if `output` is not empty.
     """
     export = _Export(directory, tokenizer, output, dtype)
     model = load_model(directory, (expert,))

@@ -26,7 +26,7 @@ PLANTED = {
     "USER": "@zoequine_77",
 }
 # What of each may be seen nowhere.
-TRACES = ("zoe.quine", "mail.example", "0123456789abcdef0123", "100012345678", "7946 0958", "1111 1111", "09-9998", "zoequine")
+TRACES = ("zoe.quine", "mail.example", "9abcdef0123", "100012345678", "7946 0958", "1111 1111", "09-9998", "zoequine")
 FILE = "zoe.quine@mail.example.org +44 20 7946 0958.jsonl"
 
 

@@ -32,10 +32,10 @@ GRID = {"columns": 3, "spacing": 24, "align": "each"}
 
 def families(data: RunData) -> Table:
     """Mean test perplexity of each model (rows; lower is better) over the training domains and over the novel domains.
-    The columns “%” and “lower” compare the model with the baseline that the column Against names: the change in
-    percent, and the number of domains where perplexity is lower. The baseline is Dense (Balanced) (no experts, equal
-    tokens of each domain); for other kinds of clusters, the model with as many balanced clusters; for special
-    architecture options, the same model without them.
+    The columns “%” and “lower” compare the model with the baseline in the column “Against”: the change in percent, and
+    the number of domains where perplexity is lower. The baseline is Dense (Balanced): no experts, equal tokens of each
+    domain. There are two exceptions. A model of other than balanced clusters is compared with the model of as many
+    balanced ones; a model with architecture options of its own, with the same model without them.
 
     Each model mixes its experts by the rule of its paper, if the run evaluates it. “cached prior”: the weights at the
     start of a block (context window) were estimated on the domain's dev split; the weight at a later token is the
@@ -126,8 +126,8 @@ def by_clusters(data: RunData) -> tuple[Any, str]:
 
 
 def by_clusters_points(data: RunData) -> pd.DataFrame:
-    """Perplexity by number of clusters: columns made (how experts came by their text), clusters, tokens, kind,
-    perplexity, row."""
+    """Perplexity by number of clusters. The columns are made (how the text was divided among experts), clusters,
+    tokens, kind, perplexity, row."""
     singles, points = one_clusters(data.run).values(), []
     for family in families_of(data.run).values():
         whole = family.model.kind.expert_scope == "model"
@@ -182,9 +182,9 @@ def cluster_experts(data: RunData) -> tuple[Any, str]:
 
 
 def cluster_sizes(data: RunData) -> tuple[Any, str]:
-    """The number of test documents in each cluster (points), divided by the mean over the clusters: at the dashed line
-    all clusters would be equally large. Boxes contain the middle half of the clusters; whiskers end at the smallest and
-    the largest cluster. As in Figure 14 of the c-BTM paper.
+    """The number of test documents in each cluster (points), divided by the mean over the clusters. If all clusters
+    were equally large, all points would be on the dashed line. Boxes contain the middle half of the clusters; whiskers
+    end at the smallest and the largest cluster. As in Figure 14 of the c-BTM paper.
     """
     found = data.clusters.sizes
     names = list(dict.fromkeys(found["clustering"]))

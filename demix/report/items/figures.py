@@ -140,10 +140,10 @@ def _scatter(pairs: Pairs, kind: str) -> alt.Chart:
 
 
 def figure4(data: RunData) -> tuple[Any, str]:
-    """The cached prior: the fixed weights with which the experts (columns) start every block (context window) of a
+    """The cached prior: the fixed weights of the experts (columns) at the start of every block (context window) of a
     domain (rows). Each row sums to 1 over all experts. The prior is estimated on the first blocks of the domain's dev
-    split: it is the weighted mean of the posterior probabilities of the experts after each of these blocks, where the
-    weight of a block is λ times that of the next block.
+    split. It is a weighted mean: each block gives the posterior probabilities of the experts at its end, and has λ
+    times the weight of the next block.
     """
     settings = data.run.config.evaluation
     priors = data.rows("priors").query(

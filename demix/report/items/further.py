@@ -149,16 +149,16 @@ def tasks(data: RunData) -> Table:
     methods are oracles, since they read test labels: “updating” weights the experts by their accuracy on the earlier
     test examples, and the best expert is chosen by its accuracy on the test. “fixed, 8” weights the experts by
     their accuracy on the demonstrations (8 in the paper), “fixed, 8 + 8” by their accuracy on 8 further examples. A
-    row with “released” has the weights of the row without this word. It mixes the experts' probabilities of whole
-    labels, as the paper's code does; the other rows mix their probabilities of tokens.
+    row with “released” has the same weights as the row without this word, and mixes the experts' probabilities of
+    whole labels, as the paper's released code does. The other rows mix their probabilities of tokens.
 
     Harness: a column is a task or group of tasks with a metric, for the run's own random seed. Below a value is ± its
     standard error. tasks.parquet has the digest of each task's documents.
 
-    Suites are texts that only measure perplexity. Below a perplexity are bits per byte, which can be compared across
-    tokenizers. No model was trained on these texts or adapted to them. Texts that a training domain contains are left
-    out. The mixing rules here use no dev text of a suite and no clusters. An oracle is the expert or domain token that
-    is best on the test text itself; nothing else was chosen on these texts.
+    Suites are texts that serve only to measure perplexity. Below a perplexity are bits per byte, which can be compared
+    across tokenizers. No model was trained on these texts or adapted to them. Texts that a training domain contains are
+    left out. The mixing rules here use no dev text of a suite and no clusters. An oracle is the expert or domain token
+    that is best on the test text itself; nothing else was chosen on these texts.
 
     Bold: the best of a column among the rows that read no test label and choose nothing on test text. A task has a bold
     number only if it is above chance; a harness metric, only if the harness says whether higher is better.
