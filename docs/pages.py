@@ -48,10 +48,12 @@ SYSTEMS = {
     "DEMix after a dense warm start, tempered": ("demix_seeded", "uniform", "tempered"),
     "Dense + unigram cache": ("dense_cache", "dense", ""),
     "Dense + 5-grams": ("dense_ngrams", "dense", ""),
+    "DEMix + 5-grams": ("demix_scratch_ngrams", "dense", ""),
     "DEMix after a warm start + 5-grams": ("demix_ngrams", "dense", ""),
-    "DEMix after a warm start, 5-grams in each expert": ("demix_pairs", "uniform", "tempered"),
-    "Dense + 5-grams of all text": ("dense_ngrams_all", "dense", ""),
-    "DEMix after a warm start + 5-grams of all text": ("demix_ngrams_all", "dense", ""),
+    "Dense + 5-grams, also by domain, + cache": ("dense_counts", "dense", ""),
+    "DEMix after a warm start + 5-grams, also by domain, + cache": ("demix_counts", "dense", ""),
+    "Dense + 5-grams of all text, also by domain, + cache": ("dense_counts_all", "dense", ""),
+    "DEMix after a warm start + 5-grams of all text, also by domain, + cache": ("demix_counts_all", "dense", ""),
 }
 MEANS = """
     select avg(perplexity) filter (kind = 'training'), avg(perplexity) filter (kind = 'novel'), bool_or(oracle)
