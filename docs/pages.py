@@ -68,6 +68,7 @@ NGRAMS = {
 }
 ADAPTED = {
     "Dense-DAPT, a tenth of the learning rate": "Dense-DAPT",
+    "Dense and Dense-DAPT, a tenth of the learning rate, both kept (tempered)": "Dense and Dense-DAPT",
     "DEMix-DAPT, the full learning rate (old domains by their own experts)": "DEMix-DAPT",
 }
 
